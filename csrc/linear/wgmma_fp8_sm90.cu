@@ -66,13 +66,14 @@ MX_DEVICE unsigned load_scale_word(const unsigned char* p, int exist) {
     return with_units(v, exist);
 }
 
-// The first bytes of an aligned word, one or more; no one waits for them unless they are three.
+// The first bytes of an aligned word, as many as there are; no one waits for them unless they are
+// three.
 MX_DEVICE unsigned load_some(const unsigned char* p, long bytes) {
     if (bytes > 3)
         return load_word(p);
     if (bytes == 3)
         return load_two(p) | load_byte(p + 2) << 16;
-    return bytes == 2 ? load_two(p) : load_byte(p);
+    return bytes == 2 ? load_two(p) : bytes == 1 ? load_byte(p) : 0;
 }
 
 // Waits for a stage while wgmmas are under way. ptxas lets these run on only past a loop that does
@@ -203,19 +204,19 @@ MX_DEVICE unsigned is_far(unsigned scales) {
 }
 
 // Scales on their way from memory to their places in shared memory: those of a few chunks of a row
-// are an item, w's of the first threads, x's of the next. Where K ends within a chunk rows begin at
-// any address: a chunk's scales are in one aligned word or two.
+// are an item, w's of the first threads, x's of the next. They are a vector where those of all rows
+// begin at a multiple of it, else words. Where K ends within a chunk rows begin at any address:
+// then the first and the last word have some of others.
 struct ScaleCopies {
-    static constexpr int kAtOnce = kScaleChunks;
-    static constexpr int kWords = kWhole ? kAtOnce : 2; // of an item
-    // Of B those of a whole number of pairs of chunks: where they come one by one there may be one
-    // chunk more than A has.
-    static constexpr int kOfRow = kAtOnce == 1 ? 2 * kPairs : kChunks / kAtOnce;
+    static constexpr bool kVectors = kScaleChunks > 1;
+    static constexpr int kAtOnce = kVectors ? kScaleChunks : 4;
+    static constexpr int kWords = kWhole ? kAtOnce : kAtOnce + 1; // of an item
+    // Of B those of a whole number of pairs of chunks: there may be one chunk more than A has.
+    static constexpr int kOfRow = (2 * kPairs + kAtOnce - 1) / kAtOnce;
     static constexpr int kItemsW = kRowsW * kOfRow, kItemsX = kRowsM * kOfRow;
     static constexpr int kFirstX = (kItemsW + kLanes - 1) / kLanes * kLanes;
     static constexpr int kOwn = (kFirstX + kItemsX + kConsumers - 1) / kConsumers; // of a thread
-    static_assert(kAtOnce == 1 || (kWhole && kEven && kChunks % kAtOnce == 0),
-                  "all items are whole");
+    static_assert(!kVectors || (kWhole && kEven && kChunks % kAtOnce == 0), "all are whole");
 
     struct Item {
         bool of_x, exists;
@@ -237,10 +238,10 @@ struct ScaleCopies {
     MX_MEMBER void ask(const unsigned char* xs, const unsigned char* ws, long first_row, int M,
                        long N, long K, int first_chunk, int chunks, bool overlaps) {
         const unsigned blocks = static_cast<unsigned>(K) / kBlock;
-        left = static_cast<int>(blocks) - first_chunk * kBlocks;
+        left = min(static_cast<int>(blocks) - first_chunk * kBlocks, chunks * kBlocks);
         aligned = !kWhole ||
                   ((reinterpret_cast<unsigned long>(xs) | reinterpret_cast<unsigned long>(ws)) %
-                   (4 * kAtOnce)) == 0;
+                   (kVectors ? 4 * kAtOnce : 4)) == 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const Item own = item(i);
@@ -248,7 +249,7 @@ struct ScaleCopies {
 #pragma unroll
             for (int j = 0; j < kWords; ++j)
                 words[i][j] = 0;
-            if (!own.exists || (kAtOnce == 1 && own.chunk >= chunks))
+            if (!own.exists || (!kVectors && own.chunk >= chunks))
                 continue;
             if (own.of_x && overlaps)
                 wait_for_grid_ahead();
@@ -256,18 +257,27 @@ struct ScaleCopies {
             from[i] = (own.of_x ? xs : ws + first_row * blocks) +
                       static_cast<unsigned long>(min(own.row, last)) * blocks +
                       (first_chunk + own.chunk) * kBlocks;
-            if constexpr (kWhole) {
+            if constexpr (kVectors) {
                 if (aligned)
-                    load_words(words[i], from[i]);
+                    load_vector(words[i], from[i]);
+            } else if constexpr (kWhole) {
+#pragma unroll
+                for (int j = 0; j < kWords; ++j)
+                    if (aligned && exist(own, j) > 0)
+                        words[i][j] = load_word(from[i] + j * kBlocks);
             } else {
                 const unsigned char* const tensor = own.of_x ? xs : ws;
                 const unsigned char* const word = from[i] - offset(i);
-                const long bytes = tensor + (own.of_x ? M : N) * blocks - word;
                 aligned &= word >= tensor;
-                if (word >= tensor) {
-                    words[i][0] = load_some(word, bytes);
-                    if (static_cast<int>(offset(i)) + min(exist(own), kBlocks) > 4)
-                        words[i][1] = load_some(word + 4, bytes - 4);
+                const long bytes = word < tensor ? 0 : tensor + (own.of_x ? M : N) * blocks - word;
+                if (bytes >= kWords * 4) {
+#pragma unroll
+                    for (int j = 0; j < kWords; ++j)
+                        words[i][j] = load_word(word + j * 4);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < kWords; ++j)
+                        words[i][j] = load_some(word + j * 4, bytes - j * 4);
                 }
             }
         }
@@ -278,15 +288,19 @@ struct ScaleCopies {
         if (__builtin_expect(aligned, 1))
             return;
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i)
+        for (int i = 0; i < kOwn; ++i) {
             if (from[i] == nullptr)
                 continue;
-            else if constexpr (kWhole)
+            unsigned before = 0; // words are as if they had been loaded
 #pragma unroll
-                for (int j = 0; j < kAtOnce; ++j)
-                    words[i][j] = load_scale_word(from[i] + j * kBlocks, kBlocks);
-            else
-                put_into_words(i, load_scale_word(from[i], exist(item(i))));
+            for (int j = 0; j < kWords; ++j) {
+                const int exists = j < kAtOnce ? exist(item(i), j) : 0;
+                const unsigned scales =
+                    exists > 0 ? load_scale_word(from[i] + j * kBlocks, exists) : 0;
+                words[i][j] = kWhole ? scales : __funnelshift_l(before, scales, 8 * offset(i));
+                before = scales;
+            }
+        }
     }
     // Returns whether any is near the ends of e8m0.
     MX_MEMBER bool put(unsigned shared, int chunks) const {
@@ -295,16 +309,17 @@ struct ScaleCopies {
         for (int i = 0; i < kOwn; ++i) {
             const Item own = item(i);
             const bool of_a = own.of_x == kXIsA;
-            if (!own.exists || (kAtOnce == 1 && of_a && own.chunk >= kChunks))
+            if (!own.exists)
                 continue;
-            const unsigned place = of_a ? kScalesA + own.chunk * kPitchA + own.row * kFactorBytes
-                                        : kScalesB + own.chunk / 2 * kPitchB +
-                                              own.row * 2 * kFactorBytes +
-                                              own.chunk % 2 * kFactorBytes;
+            const unsigned place =
+                of_a ? kScalesA + own.chunk * kPitchA + own.row * kFactorBytes
+                     : kScalesB + own.chunk / 2 * kPitchB + own.row * 2 * kFactorBytes;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
+                if (!kVectors && own.chunk + j >= (of_a ? kChunks : 2 * kPairs))
+                    break;
                 const unsigned word = of_chunk(i, j);
-                far |= kAtOnce > 1 || own.chunk < chunks ? is_far(word) : 0;
+                far |= kVectors || own.chunk + j < chunks ? is_far(word) : 0;
                 const unsigned further =
                     of_a ? j * kPitchA : j / 2 * kPitchB + j % 2 * kFactorBytes;
                 store_shared_8(shared + place + further, __byte_perm(word, 0, 0x4140) << 7,
@@ -317,31 +332,24 @@ struct ScaleCopies {
   private:
     // Of an item's address in its first word.
     MX_MEMBER unsigned offset(int i) const { return reinterpret_cast<unsigned long>(from[i]) & 3; }
-    // An item's blocks that exist, where it is a chunk's.
-    MX_MEMBER int exist(const Item& own) const { return left - own.chunk * kBlocks; }
+    // Blocks from one of an item's chunks on.
+    MX_MEMBER int exist(const Item& own, int j) const { return left - (own.chunk + j) * kBlocks; }
     MX_MEMBER unsigned of_chunk(int i, int j) const {
         if constexpr (kWhole)
             return words[i][j];
         else
-            return with_units(__funnelshift_r(words[i][0], words[i][1], 8 * offset(i)),
-                              exist(item(i)));
+            return with_units(__funnelshift_r(words[i][j], words[i][j + 1], 8 * offset(i)),
+                              exist(item(i), j));
     }
-    // As if the words had been loaded.
-    MX_MEMBER void put_into_words(int i, unsigned scales) {
-        words[i][0] = scales << 8 * offset(i);
-        words[i][kWords - 1] = __funnelshift_l(scales, 0, 8 * offset(i));
-    }
-    MX_MEMBER static void load_words(unsigned (&to)[kWords], const unsigned char* from) {
+    MX_MEMBER static void load_vector(unsigned (&to)[kWords], const unsigned char* from) {
         if constexpr (kAtOnce == 4)
             asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                          : "l"(from));
-        else if constexpr (kAtOnce == 2)
+        else
             asm volatile("ld.relaxed.cta.global.v2.u32 {%0, %1}, [%2];"
                          : "=r"(to[0]), "=r"(to[1])
                          : "l"(from));
-        else
-            to[0] = load_word(from);
     }
 };
 
@@ -893,7 +901,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     const int k_group = warp / (4 * kRowGroups), row_warp = warp % (4 * kRowGroups);
     const int group_a = row_warp / 4 % kGroupsA, group_b = row_warp / (4 * kGroupsA);
     const int sixteen = group_a * 4 + row_warp % 4;
-    const bool active = sixteen < kActive;
+    // Not known to the compiler where registers are few: it then spills none of the products.
+    const bool active = kGroups > 2 ? static_cast<int>(held(sixteen)) < kActive : sixteen < kActive;
     const Place place{sixteen, group_b * kColumns, lane};
     const SwizzledDescriptor a(shared + group_a * kGroupRows * kChunk);
     const SwizzledDescriptor b_rows(shared + (kXIsA ? kXBytes : kWBytes) +

@@ -67,8 +67,6 @@ _MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
-_SPILLED, _OF_SPILLED = (3, 80), 1.6
-"""So many warpgroups, and columns, have too few registers where no warp lacks rows of w."""
 FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
 
 
@@ -210,8 +208,6 @@ def cycles_of_pass(
     of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
     if not found.x_is_a and found.columns > _MOST_FAST_COLUMNS and found.rows_w > _FEW_ROWS:
         of_block *= _OF_SLOW_COLUMNS
-    if not found.x_is_a and (groups, found.columns) == _SPILLED and found.rows_w % GROUP_ROWS == 0:
-        of_block *= _OF_SPILLED
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
