@@ -28,7 +28,7 @@ from aiter_mx.target import Target
 
 PARAMS = (
     Param("tile_m", (GROUP_ROWS, 2 * GROUP_ROWS), "tokens of a tile, 64 for a warpgroup"),
-    Param("tile_n", tuple(range(32, 193, 8)), "features of a tile"),
+    Param("tile_n", tuple(range(32, 241, 8)), "features of a tile"),
     Param("row_groups", (1, 2, 3), "warpgroups side by side along the tokens and the features"),
     Param("k_groups", (1, 2), "warpgroups that take turns along K"),
     Param("split", (1, 2, 3, 4), "workgroups of a cluster, which share K"),
@@ -37,7 +37,7 @@ _COLUMNS = range(32, 97, 8)  # of a wgmma
 _TILES: tuple[tuple[int, int, int, int], ...] = (
     *((64, columns, 1, 2) for columns in _COLUMNS),
     *((64, 2 * columns, 2, 1) for columns in _COLUMNS if columns >= 40),
-    *((64, 3 * columns, 3, 1) for columns in _COLUMNS if columns <= 64),
+    *((64, 3 * columns, 3, 1) for columns in _COLUMNS if columns <= 80),
     *((128, columns, 2, 1) for columns in _COLUMNS),
 )
 """Those that are weighed: all but the last parameter."""
