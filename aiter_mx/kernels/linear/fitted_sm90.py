@@ -108,7 +108,7 @@ class WgmmaF16:
     exchange: float = 1000
     exchange_sum: float = 0.34
     ring_bytes: float = 80e3
-    short_ring: float = 0.29
+    short_ring: float = 1.2
     shallow: float = 1290
     deep: float = 60
     cluster: Mapping[int, float] = field(default_factory=lambda: {1: 130, 2: 260, 8: 0})
