@@ -84,9 +84,8 @@ _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # without a table: beyond, models of it and persistent are asked
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
-# Rows. From here to MOST_OWN_M the model has other numbers, and what expanding x takes.
-_MIN_MANY = 768
-_EXPANDED_BYTES = 1776  # that an H200 reads and writes in a cycle
+_MIN_MANY = 768  # rows: from here to MOST_OWN_M the model has other numbers
+_MILLION = 1e6
 
 
 _layout = where_it_fits(layout)
@@ -139,20 +138,16 @@ Tiles = tuple[tuple[Tile, tuple[int, ...]], ...]
 """Tiles that are weighed, each with the splits of K that are."""
 
 
-def _are_many(M: int) -> bool:
-    return _MIN_MANY <= M <= MOST_OWN_M
-
-
 def _fitted_for(M: int) -> tuple[WgmmaBf16, WgmmaBf16]:
     """The numbers of CTAs that share no x, and of pairs."""
-    if _are_many(M):
+    if _MIN_MANY <= M <= MOST_OWN_M:
         return WGMMA_BF16_LARGE, WGMMA_BF16_PAIRS_LARGE
     return FITTED, FITTED_PAIRS
 
 
-def expanding(rows: int, K: int) -> float:
-    """Cycles for an operand of so many rows."""
-    return rows * K * (3 + 1 / BLOCK) / _EXPANDED_BYTES
+def expanding(rows: int, K: int, fitted: WgmmaBf16) -> float:
+    """Cycles of the launch ahead for an operand of so many rows."""
+    return rows * K / _MILLION * fitted.expanded
 
 
 def _every_tile(M: int) -> Tiles:
@@ -189,7 +184,6 @@ def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) ->
 
 def _costs(
     tiles_for: Callable[[int], Tiles],
-    expands: Callable[[int], bool],
     target: Target,
     problem: LinearProblem | Sizes,
     least: Least,
@@ -197,17 +191,18 @@ def _costs(
     """A model of a call's time beyond its start, see ``FITTED``."""
     M, N, chunks = problem.M, problem.N, chunks_of(problem)
     most = target.cu_num // PAIR
-    expanded = expanding(M, problem.K) if expands(M) else 0.0
     bounds = []
     for tile, splits in tiles_for(M):
         features = tile.tile_n * (PAIR if tile.pairs else 1)
         tiles = -(-M // tile.tile_m) * -(-N // features)
         side_by_side = most if tile.pairs else target.cu_num
-        bound = tiles * tile.unit / side_by_side * 2 * chunks * ROUNDED_OFF + expanded
+        multiplied = tiles * tile.unit / side_by_side * 2 * chunks
+        bound = (multiplied + expanding(M, problem.K, tile.fitted)) * ROUNDED_OFF
         bounds.append((bound, tiles, tile, splits))
     for bound, tiles, tile, splits in sorted(bounds):
         if bound > least.cost:
             return
+        expanded = expanding(M, problem.K, tile.fitted)
         if tile.pairs:
             for cycles, more, values in _costs_of_pairs(target, chunks, tiles, tile):
                 yield cycles + expanded, more, values
@@ -258,9 +253,9 @@ def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iter
         yield of.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-_search = Search(PARAMS, partial(_costs, _every_tile, _are_many), most=12)
-_own_search = Search(PARAMS, partial(_costs, _own_tiles, _are_many), most=1)
-_few_search = Search(PARAMS, partial(_costs, _own_tiles_of_few, lambda M: False), most=1)
+_search = Search(PARAMS, partial(_costs, _every_tile), most=12)
+_own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
+_few_search = Search(PARAMS, partial(_costs, _own_tiles_of_few), most=1)
 
 
 def _costs_of_many(target: Target, sizes: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_SWAPPED_MANY
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_PAIRS_LARGE, WGMMA_BF16_SWAPPED_MANY
 from aiter_mx.kernels.linear.many_rows_sm90 import cycles_of_pairs, persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes, matrix_scalars
 from aiter_mx.kernels.search import Costed, Least, Search
@@ -123,7 +123,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     others = unswapped.cheapest(target, sizes)[0]
     if M <= unswapped.MOST_OWN_M:
         own = _own_search.cheapest(target, problem)
-        takes_less = own and own[0] + unswapped.expanding(N, K) < others
+        takes_less = own and own[0] + unswapped.expanding(N, K, WGMMA_BF16_PAIRS_LARGE) < others
     else:
         others = min(others, persistent_cycles(target, sizes))
         of_pairs = cycles_of_pairs(WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), _own_tile(N))
