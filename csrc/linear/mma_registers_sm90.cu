@@ -3,6 +3,7 @@
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//                               or xq is bf16 or fp16, there is no xs, and x is quantised here
 //   y  [M, N]                   fp32, bf16 or fp16
 //   bias [N]                    any of these, or none
 //
@@ -23,6 +24,7 @@
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
+#include "fused.h"
 #include "rows_sm90.h"
 #include "sm90/mma.h"
 #include "sm90/tma.h"
@@ -38,11 +40,13 @@ constexpr int kResident = MX_RESIDENT;  // workgroups of an SM that registers ar
 constexpr bool kOverlaps = MX_OVERLAPS; // may begin before the grid ahead of it ends
 constexpr bool kEven = MX_EVEN;         // each round of each wave has all of its chunks
 constexpr unsigned kDepth = MX_DEPTH;   // K
+constexpr bool kQuantises = !kIsQuantised<MX_X>;
 // 2: kRows divides N; 1: the last workgroup starts among rows of another; 0: N is less than kRows.
 constexpr int kRowsFit = MX_ROWS_FIT;
 
 constexpr int kHalves = (kRows + 7) / 8; // tiles of 8 rows of w
 constexpr int kSteps = 2;                // of 64 k of a chunk
+constexpr int kXBytes = kQuantises ? 2 : 1;
 constexpr int kStep = kChunk / kSteps;
 constexpr int kThreads = kLanes * kWaves;
 constexpr int kParts = kSplit * kWaves; // whose sums are added
@@ -87,6 +91,11 @@ MX_DEVICE unsigned scales_at(const unsigned char* p, int left) {
         if (i < left)
             v = (v & ~(0xffu << 8 * i)) | load_byte(p + i) << 8 * i;
     return v;
+}
+
+template <int Distance>
+MX_DEVICE unsigned across_lanes(unsigned x) {
+    return __shfl_xor_sync(0xffffffff, x, Distance);
 }
 
 // True if the top bit of any byte is set in any lane.
@@ -231,13 +240,13 @@ MX_DEVICE void add_scaled_block(float& sum, float product, unsigned of_w, unsign
         sum = mx::fma(product, usual_scale(multiply_scales(of_w, of_x), block), sum);
 }
 
-struct Chunk {
-    Weights w;
-    u32x4 x[kSteps];
-    unsigned x_scales; // of token t
+// What a lane has of x in a chunk: pieces of column g, and the scales of token t.
+struct X {
+    u32x4 payload[kSteps];
+    unsigned scales;
 
-    MX_MEMBER unsigned far() const {
-        unsigned bits = far_x(x_scales);
+    MX_MEMBER unsigned far(const Weights& w) const {
+        unsigned bits = far_x(scales);
 #pragma unroll
         for (int i = 0; i < kScaleWords; ++i)
             bits |= far_w(w.scales[i]);
@@ -245,37 +254,70 @@ struct Chunk {
     }
 };
 
-// A lane reads x here.
+struct Chunk {
+    Weights w;
+    X x; // or in place of its payload 16 numbers that are yet to be quantised
+};
+
+// A lane reads x here. What it quantises is all of one step: lanes whose column is zero in their
+// blocks do it for the others, which have these in the other step.
 struct XReader {
     const unsigned char *payload, *scales;
     int place;
-    bool has_payload, has_scales;
+    bool is_own, has_payload, has_scales;
 
     MX_MEMBER void open(const unsigned char* xq, const unsigned char* xs, unsigned M,
                         unsigned chunk, int lane) {
         const unsigned g = lane / 4, t = lane % 4;
-        place = place_of(t);
-        payload = xq + static_cast<unsigned long>(g / 2) * kDepth + (chunk * kChunk + place);
+        is_own = t / 2 == g % 2;
+        place = is_own || !kQuantises ? place_of(t) : kStep + place_of(t ^ 2);
+        payload =
+            xq + (static_cast<unsigned long>(g / 2) * kDepth + (chunk * kChunk + place)) * kXBytes;
         scales = xs + static_cast<unsigned long>(t) * (kDepth / kBlock) + chunk * kBlocks;
-        has_payload = g / 2 < M && t / 2 == g % 2;
+        has_payload = g / 2 < M && (is_own || kQuantises);
         has_scales = t < M;
     }
     MX_MEMBER void advance(int chunks) {
-        advance_pointer(payload, chunks * kChunk);
-        advance_pointer(scales, chunks * kBlocks);
+        advance_pointer(payload, chunks * kChunk * kXBytes);
+        if constexpr (!kQuantises)
+            advance_pointer(scales, chunks * kBlocks);
     }
     MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s)
-            if (has_payload && within(c, s * kStep + place))
-                chunk.x[s] = load(payload + ahead * kChunk + s * kStep);
+            if (has_payload && within(c, (kQuantises ? 0 : s * kStep) + place))
+                chunk.x.payload[s] =
+                    load(payload + ahead * kChunk * kXBytes + s * (kQuantises ? 16 : kStep));
     }
     MX_MEMBER void load_step(Chunk&, int, int, int) const {} // x is not expanded late
     template <bool Aligned>
     MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
-        chunk.x_scales = kUnitScales;
+        if constexpr (kQuantises)
+            return;
+        chunk.x.scales = kUnitScales;
         if (has_scales)
-            chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+            chunk.x.scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+    }
+    // x of chunk c, from what was loaded.
+    MX_MEMBER X take(const Chunk& chunk, int c, int lane) const {
+        if constexpr (!kQuantises)
+            return chunk.x;
+        const QuantisedHalf half =
+            quantised(HalfBlock<MX_X>{chunk.x.payload[0], chunk.x.payload[1]});
+        X x = {};
+        unsigned scales = (within(c, place) ? half.scale : kUnitScales & 0xff)
+                          << 8 * (place / kBlock);
+        scales |= across_lanes<2>(scales);
+        scales |= across_lanes<4>(scales);
+        scales = of_lane(lane % 4 * 8, scales);
+        x.scales = has_scales ? scales : kUnitScales;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned other = across_lanes<2>(half.payload[i]);
+            x.payload[0].words[i] = is_own ? half.payload[i] : 0;
+            x.payload[1].words[i] = is_own ? other : 0;
+        }
+        return x;
     }
 };
 
@@ -287,16 +329,17 @@ struct Ready {
 
 // True if scales are far from 1.
 MX_DEVICE bool make_ready(Ready& ready, const Chunk& chunk, const Here& here) {
-    const bool far = any_far(chunk.far());
+    const X x = here.x.take(chunk, here.chunk, here.lane);
+    const bool far = any_far(x.far(chunk.w));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            e4m3x4_to_f16(chunk.x[s][i], ready.columns[s][i][0], ready.columns[s][i][1]);
+            e4m3x4_to_f16(x.payload[s][i], ready.columns[s][i][0], ready.columns[s][i][1]);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h)
         ready.w_scales[h] = chunk.w.scales_of(h, row_of(here.lane, 0));
-    ready.x_scales = chunk.x_scales;
+    ready.x_scales = x.scales;
     return far;
 }
 
@@ -367,6 +410,7 @@ constexpr int kLaneSums = kLaneTokens * kLaneRows;
 // Where each chunk is asked for while the one before is used, x of a step becomes fp16 as the step
 // begins, which takes fewer registers.
 constexpr bool kLateX = kInTurn && kXIsA;
+static_assert(!(kQuantises && kXIsA), "few rows are quantised here");
 
 using Sums = float[kHalves][kLaneSums];
 
@@ -379,10 +423,15 @@ MX_DEVICE int row_of(int lane, int i) { return row_at(lane, i % kLaneRows); }
 
 MX_DEVICE int place_of(int t) { return t * kPiece; }
 
+struct X {
+    u32x4 payload[kTokenTiles][kSteps];
+    unsigned scales; // of token `lane`, modulo those of all tiles
+};
+
 struct Chunk {
     Weights w;
-    u32x4 x[kTokenTiles][kSteps];
-    unsigned x_scales; // of token `lane`, modulo those of all tiles
+    X x;
+    HalfBlock<MX_X> halves[kSteps]; // of x, if yet to be quantised
 };
 
 // Where a lane reads x. Tokens past the last are computed from it and not stored.
@@ -395,8 +444,9 @@ struct XReader {
         place = place_of(lane % 4);
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            payload[i] = xq + static_cast<unsigned long>(min(lane / 4 + 8u * i, M - 1)) * kDepth +
-                         (chunk * kChunk + place);
+            payload[i] = xq + (static_cast<unsigned long>(min(lane / 4 + 8u * i, M - 1)) * kDepth +
+                               (chunk * kChunk + place)) *
+                                  kXBytes;
         scales =
             xs +
             static_cast<unsigned long>(min(lane % (8u * kTokenTiles), M - 1)) * (kDepth / kBlock) +
@@ -405,8 +455,9 @@ struct XReader {
     MX_MEMBER void advance(int chunks) {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            advance_pointer(payload[i], chunks * kChunk);
-        advance_pointer(scales, chunks * kBlocks);
+            advance_pointer(payload[i], chunks * kChunk * kXBytes);
+        if constexpr (!kQuantises)
+            advance_pointer(scales, chunks * kBlocks);
     }
     MX_MEMBER void load_payload(Chunk& chunk, int ahead, int c) const {
 #pragma unroll
@@ -416,12 +467,35 @@ struct XReader {
     MX_MEMBER void load_step(Chunk& chunk, int s, int ahead, int c) const {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            if (within(c, s * kStep + place))
-                chunk.x[i][s] = load(payload[i] + ahead * kChunk + s * kStep);
+            if (within(c, s * kStep + place)) {
+                const unsigned char* from = payload[i] + (ahead * kChunk + s * kStep) * kXBytes;
+                if constexpr (kQuantises)
+                    chunk.halves[s] = {load(from), load(from + 16)};
+                else
+                    chunk.x.payload[i][s] = load(from);
+            }
     }
     template <bool Aligned>
     MX_MEMBER void load_scales(Chunk& chunk, int ahead, int c) const {
-        chunk.x_scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+        if constexpr (!kQuantises)
+            chunk.x.scales = scales_at<Aligned>(scales + ahead * kBlocks, blocks_left(c));
+    }
+    // x of chunk c, from what was loaded.
+    MX_MEMBER X take(const Chunk& chunk, int c, int lane) const {
+        if constexpr (!kQuantises)
+            return chunk.x;
+        X x;
+        unsigned of_row = 0;
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            const QuantisedHalf half = quantised(chunk.halves[s]);
+            x.payload[0][s] = half.payload;
+            of_row |= (within(c, s * kStep + place) ? half.scale : kUnitScales & 0xff)
+                      << 8 * (2 * s + lane % 4 / 2);
+        }
+        of_row |= across_lanes<2>(of_row);
+        x.scales = of_lane(lane % 8 * 4, of_row);
+        return x;
     }
 };
 
@@ -480,18 +554,18 @@ struct Ready {
     unsigned w_factors[kHalves], x_factors[kTokenTiles];
     float scale;
 
-    MX_MEMBER void expand_x(const Chunk& chunk, int s, int lane) {
+    MX_MEMBER void expand_x(const X& taken, int s, int lane) {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i) {
             const unsigned factor = factor_of(x_factors[i], lane, s);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                e4m3x4_to_f16_times(chunk.x[i][s][j], factor, x[s][i][j][0], x[s][i][j][1]);
+                e4m3x4_to_f16_times(taken.payload[i][s][j], factor, x[s][i][j][0], x[s][i][j][1]);
         }
     }
     // Returns whether scales are far from each other, or from 1.
-    MX_MEMBER bool make(const Chunk& chunk, const Zeros& zeros, int lane) {
-        const unsigned x_scales[1] = {chunk.x_scales};
+    MX_MEMBER bool make(const X& taken, const Weights& weights, const Zeros& zeros, int lane) {
+        const unsigned x_scales[1] = {taken.scales};
         const Relative x(x_scales, zeros.of_x);
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
@@ -499,8 +573,8 @@ struct Ready {
         if constexpr (!kLateX)
 #pragma unroll
             for (int s = 0; s < kSteps; ++s)
-                expand_x(chunk, s, lane);
-        const Relative w(chunk.w.scales, zeros.of_w);
+                expand_x(taken, s, lane);
+        const Relative w(weights.scales, zeros.of_w);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h)
             w_factors[h] = of_lane(h % 4 * 8 + lane / 4, w.factors[h / 4]);
@@ -556,7 +630,7 @@ MX_DEVICE void add_products(Sums& sums, const Chunk& chunk, Ready& ready, int la
     if constexpr (kLateX) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
-            ready.expand_x(chunk, s, lane);
+            ready.expand_x(chunk.x, s, lane);
             refill_x(s);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
@@ -593,33 +667,37 @@ MX_DEVICE void note_zero_blocks(unsigned& of_zeros, const u32x4& bytes, int s, b
 }
 
 // Blocks of zeros, but for those whose scale is NaN.
-MX_DEVICE Zeros zero_blocks(const Chunk& chunk, int lane) {
+MX_DEVICE Zeros zero_blocks(const X& x, const Weights& w, int lane) {
     Zeros zeros;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
-            note_zero_blocks(zeros.of_x[0], chunk.x[i][s], s, lane / 8 % kTokenTiles == i, lane);
+            note_zero_blocks(zeros.of_x[0], x.payload[i][s], s, lane / 8 % kTokenTiles == i, lane);
 #pragma unroll
         for (int h = 0; h < kHalves; ++h)
-            note_zero_blocks(zeros.of_w[h / 4], chunk.w.payload[h][s], s, lane / 8 == h % 4, lane);
+            note_zero_blocks(zeros.of_w[h / 4], w.payload[h][s], s, lane / 8 == h % 4, lane);
     }
-    zeros.of_x[0] &= ~__vcmpeq4(chunk.x_scales, ~0u);
+    zeros.of_x[0] &= ~__vcmpeq4(x.scales, ~0u);
 #pragma unroll
     for (int i = 0; i < kScaleWords; ++i)
         zeros.of_w[i] = kLanes * i + lane < 8 * kHalves
-                            ? zeros.of_w[i] & ~__vcmpeq4(chunk.w.scales[i], ~0u)
+                            ? zeros.of_w[i] & ~__vcmpeq4(w.scales[i], ~0u)
                             : ~0u; // of another lane's row, the last
     return zeros;
 }
 
 // True if the chunk is far.
 MX_DEVICE bool make_ready(Ready& ready, Chunk& chunk, const Here& here) {
-    bool far = ready.make(chunk, {}, here.lane);
+    const auto make = [&](auto zeros_of) {
+        const X x = here.x.take(chunk, here.chunk, here.lane);
+        return ready.make(x, chunk.w, zeros_of(x), here.lane);
+    };
+    bool far = make([](const X&) { return Zeros{}; });
     if (far) {
         // Kept until here, x would take registers.
         here.x.load_payload(chunk, here.ahead, here.chunk);
-        far = ready.make(chunk, zero_blocks(chunk, here.lane), here.lane);
+        far = make([&](const X& x) { return zero_blocks(x, chunk.w, here.lane); });
     }
     return far;
 }
@@ -632,6 +710,7 @@ MX_DEVICE void add_far_chunk(Sums& sums, const u32x4 (&payload)[kHalves][kSteps]
     here.w.load_scales<false>(chunk.w, here.ahead, here.chunk);
     here.x.load_scales<false>(chunk, here.ahead, here.chunk);
     here.x.load_payload(chunk, here.ahead, here.chunk);
+    const X x = here.x.take(chunk, here.chunk, lane);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll 1
@@ -643,10 +722,11 @@ MX_DEVICE void add_far_chunk(Sums& sums, const u32x4 (&payload)[kHalves][kSteps]
             for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    e4m3x4_to_f16(mine ? chunk.x[i][s][j] : 0, x_words[i][j][0], x_words[i][j][1]);
+                    e4m3x4_to_f16(mine ? x.payload[i][s][j] : 0, x_words[i][j][0],
+                                  x_words[i][j][1]);
 #pragma unroll
             for (int i = 0; i < kLaneTokens; ++i)
-                x_scales[i] = e8m0_to_f32(byte_of(of_lane(token_at(lane, i), chunk.x_scales), b));
+                x_scales[i] = e8m0_to_f32(byte_of(of_lane(token_at(lane, i), x.scales), b));
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
                 const int first = kTileHalves * tile;

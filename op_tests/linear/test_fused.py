@@ -14,6 +14,7 @@ from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear import mfma_ways_gfx950 as ways
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
+from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import build_request
@@ -77,6 +78,10 @@ def mfma_config(row_tiles: int, fold: int, waves: int, unroll: int) -> dict[str,
     return {**tiles, "waves": waves, "unroll": unroll, "blocks": 1}
 
 
+def mma_registers_config(rows: int, waves: int, unroll: int, split: int) -> dict[str, int]:
+    return {"rows": rows, "waves": waves, "unroll": unroll, "split": split}
+
+
 def wgmma_bf16_config(tile_m: int, tile_n: int, pairs: int) -> dict[str, int]:
     return {"tile_m": tile_m, "tile_n": tile_n, "split": 1, "pairs": pairs}
 
@@ -91,6 +96,10 @@ VARIANTS = [
     (MFMA, mfma_config(2, 2, 3, 2), (1, 8), False, "fp16", "bf16"),
     (MFMA, mfma_config(3, 4, 2, 1), (5, 8), True, "bf16", "fp16"),
     (MFMA, mfma_config(1, 1, 4, 1), (33, 64), False, "bf16", "fp32"),
+    (MMA_REGISTERS, mma_registers_config(16, 2, 2, 1), (1, 4), False, "bf16", "fp32"),
+    (MMA_REGISTERS, mma_registers_config(24, 3, 0, 2), (1, 4), True, "fp16", "bf16"),
+    (MMA_REGISTERS, mma_registers_config(40, 2, 1, 4), (5, 8), True, "bf16", "fp32"),
+    (MMA_REGISTERS, mma_registers_config(12, 2, 0, 1), (5, 8), False, "fp16", "bf16"),
     (WGMMA_BF16, wgmma_bf16_config(128, 64, 0), (33, 300), False, "bf16", "fp32"),
     (WGMMA_BF16, wgmma_bf16_config(96, 64, 1), (90, 200), True, "fp16", "bf16"),
 ]
@@ -175,6 +184,15 @@ def test_the_op_quantises_in_its_kernel_where_that_pays(
     assert_same_bits(out.bfloat16(), y)
 
 
+def test_on_an_h200_mma_registers_quantises_where_that_was_faster() -> None:
+    def launches(M: int, N: int, K: int, *values: int) -> int:
+        problem, config = LinearProblem(M, N, K, x_dtype="bf16"), mma_registers_config(*values)
+        return len(MMA_REGISTERS.parts(SM90A, problem, config)) or 1
+
+    assert [launches(M, 2304, 6144, 32, 3, 1, 8) for M in (1, 8, 9)] == [1, 1, 2]
+    assert launches(4, 57344, 8192, 48, 2, 1, 2) == 2  # too often
+
+
 @pytest.mark.parametrize(
     ("N", "K", "rows", "most"), [(2304, 6144, 3, 1), (6144, 1536, 4, 3), (384, 384, 1, 8)]
 )
@@ -193,14 +211,15 @@ def test_the_torch_reference_and_empty_results_take_unquantised_x() -> None:
     assert aiter_mx.linear(x[:0], None, *w).shape == (0, 33)
 
 
-def computed_as_routed(x: torch.Tensor, w: Weights) -> torch.Tensor:
+def computed_as_routed(x: torch.Tensor, w: Weights, pdl: bool = False) -> torch.Tensor:
     """Quantised first, then multiplied by the kernel and the configuration that x itself gets.
 
     A table may give quantised x another configuration, whose sums are added in another order.
     """
     (M, K), N = x.shape, w[0].shape[0]
     x_dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[x.dtype]
-    problem, target = LinearProblem(M, N, K, "bf16", x_dtype=x_dtype), target_of(x.device)
+    problem = LinearProblem(M, N, K, "bf16", pdl=pdl, x_dtype=x_dtype)
+    target = target_of(x.device)
     run = bind_route(
         route("linear", target, problem),
         target,
@@ -228,6 +247,8 @@ def test_the_op_on_a_gpu_gives_what_quantising_first_gives(M: int) -> None:
         y.fill_(float("nan"))
         graph.replay()
         assert_same_bits(y, expected)
+        early = aiter_mx.linear(x * 1.0, None, *w, pdl=True)  # behind the launch that writes x
+        assert_same_bits(early, computed_as_routed(x, w, pdl=True))
 
 
 def test_bad_activations_are_refused() -> None:

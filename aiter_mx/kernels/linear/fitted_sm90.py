@@ -158,6 +158,8 @@ class MmaRegisters:
             rows of x.
         many_half, many_chunk: likewise, for more.
         busy: the share of these that memory does not hide.
+        quantised, many_quantised: cycles of a scheduler for x of 128 k that is yet to be quantised.
+        quantising: the share of these that memory does not hide.
         idle: for the share of K for which lanes have nothing to do.
         under_way_bytes, starved: of weights that suit an SM, and for each factor of two below.
         waits: where workgroups wait for others to end.
@@ -172,6 +174,9 @@ class MmaRegisters:
     many_half: float = 55
     many_chunk: float = 120
     busy: float = 0.08
+    quantised: float = 75
+    many_quantised: float = 135
+    quantising: float = 0.5
     idle: float = 1.7
     under_way_bytes: float = 63e3
     starved: float = 0.65

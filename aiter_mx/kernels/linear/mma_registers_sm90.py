@@ -4,13 +4,21 @@ csrc/linear/mma_registers_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import ceil, log2
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.fitted_sm90 import MmaRegisters
-from aiter_mx.kernels.linear.problem import MATRIX_ARGS, LinearProblem, matrix_scalars
+from aiter_mx.kernels.linear.problem import (
+    MATRIX_ARGS,
+    QUANTISED_MEANWHILE,
+    X_CODES,
+    LinearProblem,
+    matrix_scalars,
+    quantised_meanwhile,
+)
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, REGISTERS
 from aiter_mx.kernels.spec import (
@@ -19,6 +27,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    Parts,
     as_defines,
 )
 from aiter_mx.target import Target
@@ -33,6 +42,7 @@ _MOST_FEATURES_OF_ONE = 45_000  # of one row of x; above, the GEMV was faster at
 _MOST_OVERLAPPING_WEIGHTS = 260_000_000  # where launches overlap, on one H200
 _MOST_CANDIDATES = 20
 _MOST_ALIKE = 2
+_MOST_QUANTISING_US = 2.5  # of an SM: with more a launch that quantises is faster, on one H200
 _MOST_REGISTERS = 232  # of a lane, above which ptxas was seen to spill
 _SCHEDULER_REGISTERS = REGISTERS // 4 // 32  # of an SM's scheduler, of each lane
 _CYCLES_A_US = 4 * 1980  # of an SM's four schedulers
@@ -124,16 +134,19 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     """A model of what a call takes beyond reading, in us: see ``FITTED``."""
     M, all_chunks = problem.M, _chunks(problem)
     class_M = _class(M)
-    of_half, of_chunk = FITTED.half, FITTED.chunk  # cycles
+    of_half, of_chunk, quantised = FITTED.half, FITTED.chunk, FITTED.quantised  # cycles
     if M > _FEW:
         of_half, of_chunk = FITTED.many_half, FITTED.many_chunk
+        quantised = FITTED.many_quantised
+    quantises = problem.x_dtype != "e4m3"
+    quantised *= FITTED.quantising if quantises else 0
     even = {-(-problem.N // (target.cu_num * groups)) for groups in range(1, 9)}
     choices = {*_USUAL_ROWS, *(rows for rows in even if _FEWEST_ROWS <= rows <= _MOST_ROWS)}
     busy = []
     for rows, split in product(choices, _SPLITS):
         of_sm, halves = _of_sm(target, problem, rows, split), -(-rows // 8)
-        us = of_sm * (all_chunks / split) * (of_half * halves + of_chunk) / _CYCLES_A_US
-        busy_us = FITTED.busy * us
+        of_all = FITTED.busy * (of_half * halves + of_chunk) + quantised
+        busy_us = of_sm * (all_chunks / split) * of_all / _CYCLES_A_US
         if loops := _loops()[class_M, halves, split > 1][problem.pdl]:
             busy.append((busy_us + loops[0][0], busy_us, rows, split, of_sm, loops))
     for bound, busy_us, rows, split, of_sm, loops in sorted(busy):
@@ -146,7 +159,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         for bound, at_once, unroll, waves, a_lane, of_scheduler, most, of_round in loops:
             if bound > left:
                 break
-            if at_once + short > left:
+            if at_once + short > left or (quantises and unroll == 0):
                 continue
             rounds = -(-whole_chunks // waves)
             if waves > whole_chunks or (unroll > rounds if unroll else rounds < 2):
@@ -243,8 +256,8 @@ _search = Search(
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
     weights = problem.N * problem.K
-    if problem.x_dtype != "e4m3" or problem.K % CHUNK:
-        return f"mma_registers gains for quantised x, and whole chunks of {CHUNK} k"
+    if problem.K % CHUNK or (problem.x_dtype != "e4m3" and problem.M > _EIGHT):
+        return f"mma_registers gains for few rows or quantised x, and whole chunks of {CHUNK} k"
     if problem.pdl:
         if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS:
             return "others gain more where launches overlap"
@@ -256,13 +269,26 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
     return None
 
 
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """A quantisation first, where doing it in each workgroup takes longer."""
+    rows, split = config["rows"], config["split"]
+    quantised = FITTED.quantised if problem.M <= _FEW else FITTED.many_quantised
+    cycles = _of_sm(target, problem, rows, split) * _chunks(problem) / split * quantised
+    if problem.M <= _EIGHT and cycles <= _MOST_QUANTISING_US * _CYCLES_A_US:
+        return ()
+    return quantised_meanwhile(target, problem, config)
+
+
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     rows, waves, unroll, split = (config[param.name] for param in PARAMS)
+    if problem.x_dtype != "e4m3":
+        unroll = max(1, unroll)  # while x is quantised no weights would be asked for
     a_round = waves * max(1, unroll) * split
     registers = _registers(problem.M, -(-rows // 8), unroll)
     return {
-        **as_defines(config),
+        **as_defines({**config, "unroll": unroll}),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_X": X_CODES[problem.x_dtype],
         "MX_TOKENS": _class(problem.M),
         "MX_RESIDENT": _resident(
             _of_sm(target, problem, rows, split), registers, waves, unroll, split
@@ -302,4 +328,5 @@ MMA_REGISTERS = declare(
     refusal=_refusal,
     search=_search,
     yields=_yields,
+    composed=replace(QUANTISED_MEANWHILE, parts=_parts),
 )
