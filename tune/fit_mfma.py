@@ -8,7 +8,7 @@ Configurations that fit shapes of the table are drawn and traced as the tuner do
 squares of relative errors. With ``--persistent`` it is told by how much the cycles of the kernel
 with large tiles are off, for each tile: the median over shapes, by how many tiles there are.
 Nothing is written: numbers are taken over by hand into
-aiter_mx/kernels/linear/mfma_choice_gfx950.py.
+aiter_mx/kernels/linear/mfma_choice_gfx950.py and persistent_choice_gfx950.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     FITTED,
-    PERSISTENT,
     SEARCHES,
+)
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
+    PERSISTENT,
+    SPLIT,
     persistent_cycles,
+    split_cycles,
 )
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.search import Costed, Least
@@ -91,30 +95,38 @@ def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
     return bench.sample_us(candidate)
 
 
-def large_tiles(tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
-    """Of the kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
-    spec = find_kernel("linear", "gfx950", "hip", "persistent")
+def large_tiles(kernel: str, tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
+    """Of a kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
+    spec = find_kernel("linear", "gfx950", "hip", kernel)
+    expected = split_cycles if kernel == "persistent_split" else persistent_cycles
     for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
         problem = LinearProblem(many * tile[0], N, K)
+        cycles = expected(GFX950, problem).get(tile)
+        if cycles is None:  # others are faster there
+            continue
         config = next(
             config
             for config in spec.candidates(GFX950, problem)
             if (config["tile_m"], config["tile_n"]) == tile
         )
-        cycles = predicted_us("persistent", problem, config) * CYCLES_A_US
-        yield many * -(-N // tile[1]), cycles / persistent_cycles(GFX950, problem)[tile]
+        found = predicted_us(kernel, problem, config) * CYCLES_A_US
+        yield many * -(-N // tile[1]), found / cycles
 
 
 def fit_persistent() -> None:
     cus = GFX950.cu_num
     bounds = {"few": (0, cus // 2), "many": (cus // 2, cus), "rounds": (cus, MOST_TILES)}
-    for tile in PERSISTENT:
-        found = list(large_tiles(tile))
+    large = [("persistent", tile) for tile in PERSISTENT]
+    for kernel, tile in (*large, *(("persistent_split", tile) for tile in SPLIT)):
+        found = list(large_tiles(kernel, tile))
         for what, (above, most) in bounds.items():
             of_these = [ratio for tiles, ratio in found if above < tiles <= most]
             if of_these:
                 low, middle, high = np.quantile(of_these, (0.1, 0.5, 0.9))
-                print(f"{tile} {what}: {middle:.2f} of now ({low:.2f} to {high:.2f})", flush=True)
+                print(
+                    f"{kernel} {tile} {what}: {middle:.2f} of now ({low:.2f} to {high:.2f})",
+                    flush=True,
+                )
 
 
 def main() -> None:

@@ -61,6 +61,9 @@
 // for each group y[g] [M, N] is x [M, K] times w [N, K]^T, both of all groups, where the k of group
 // g are its rows alone. Tiles of groups then have different numbers of steps, and each wave clears,
 // of what it has copied, the last 16 k of a group and its last scales from the group's end on.
+//
+// With MX_ONE_GROUP it computes a linear: nothing of groups is looked up. With MX_SHARED, of two
+// workgroups each takes half of the steps of one tile and no other, and one adds both sums.
 
 #include "common/scale.h"
 #include "common/target.h"
@@ -95,6 +98,14 @@ constexpr unsigned kPieces = MX_PIECES; // of a group's k, each of which is a gr
 #define MX_UNPAD 0
 #endif
 constexpr bool kUnpad = MX_UNPAD; // groups have other rows of y: those from ends[g] to ends[g + 1]
+#ifndef MX_ONE_GROUP
+#define MX_ONE_GROUP 0
+#endif
+#ifndef MX_SHARED
+#define MX_SHARED 0
+#endif
+constexpr bool kShared = MX_SHARED; // two workgroups share the K of a tile
+static_assert(!kShared || MX_ONE_GROUP);
 
 // The arguments of a grouped kernel, as problem.py lists them.
 struct GroupedArguments {
@@ -102,6 +113,9 @@ struct GroupedArguments {
     const void* bias; // with MX_WGRAD what is subtracted from ends, or null
     void* y;
     const void *starts, *ends;
+#if MX_SHARED
+    unsigned char *sums, *counts; // of all tiles' meetings
+#endif
     Offset M, N, K, count;
     int layout, index_bytes, bias_kind; // layout: problem.py says what it is
     unsigned rows_each;                 // of a masked group
@@ -237,7 +251,7 @@ struct Tile {
     unsigned first, rows; // of x
     unsigned group;       // whose weights and bias
     unsigned feature;     // first of the tile
-    unsigned begin, end;  // of a gradient of w: its first k, and how many
+    unsigned begin, end;  // of a gradient of w: its first k, and how many; of shared K: from to
     unsigned is_half;     // it has no more than kTileN / 2 features
 };
 
@@ -394,6 +408,56 @@ class Deal {
     unsigned through;         // tiles of the 64 groups up to the lane's
 };
 
+// The same for one group of all rows, of which nothing is to be looked up.
+template <int TileN, unsigned Swath, bool Halves>
+class DealOne {
+  public:
+    template <class Arguments>
+    MX_MEMBER DealOne(Arguments args, Shelf& shelf, int) {
+        if constexpr (Halves) {
+            const unsigned all = tiles_down(args) * columns(args), workgroups = args()->workgroups;
+            const unsigned left = all % workgroups;
+            shelf.put<kWhole>(2 * left <= workgroups ? all - left : ~0u);
+        }
+    }
+
+    template <class Arguments>
+    MX_MEMBER static bool find(Arguments args, Shelf& shelf, unsigned t, Tile& tile) {
+        const unsigned N = args()->N, each = args()->tile_rows, down = tiles_down(args);
+        const unsigned of_swath = Swath * columns(args);
+        unsigned is_half = 0, half = 0;
+        if constexpr (Halves) {
+            const unsigned whole = shelf.get<kWhole>();
+            is_half = t >= whole;
+            half = is_half & t - whole;
+            t = is_half ? whole + (t - whole) / 2 : t;
+        }
+        if (t >= down * columns(args))
+            return false;
+        const unsigned above = t / of_swath * Swath, in_swath = t % of_swath;
+        const unsigned height = min(Swath, down - above);
+        tile.first = scalar((above + in_swath % height) * each);
+        tile.rows = scalar(min(static_cast<unsigned>(args()->M) - tile.first, each));
+        tile.group = 0;
+        tile.feature = scalar(in_swath / height * TileN + half * (TileN / 2));
+        if constexpr (Halves)
+            tile.is_half = scalar(is_half | (tile.feature + TileN / 2 >= N));
+        return tile.feature < N;
+    }
+
+  private:
+    template <class Arguments>
+    MX_MEMBER static unsigned tiles_down(Arguments args) {
+        const unsigned each = args()->tile_rows, M = args()->M;
+        return (M + each - 1) / each;
+    }
+    template <class Arguments>
+    MX_MEMBER static unsigned columns(Arguments args) {
+        return (static_cast<unsigned>(args()->N) + TileN - 1) / TileN;
+    }
+    MX_MEMBER static unsigned scalar(unsigned x) { return __builtin_amdgcn_readfirstlane(x); }
+};
+
 // LDS holds two stages of copied operands, and results on their way.
 
 constexpr int kTileM = MX_TILE_M;           // rows of x in a tile: 32, 64, 128, 160 or 256
@@ -501,6 +565,11 @@ static_assert(kHalfX >= 1 && kHalfW >= 1 && kLdsBytes <= 160 * 1024);
 // Half a tile has so many features: each wave's lower half of w. Both halves of the waves' rows of
 // w in LDS are then filled with half as many features, one after the other.
 constexpr bool kHalves = kTileM * kTileN == 256 * 256;
+#if MX_ONE_GROUP
+using Dealer = DealOne<kTileN, kSwath, kHalves>;
+#else
+using Dealer = Deal<kTileN, kSwath, kHalves>;
+#endif
 
 // The row of w, of 32, at a row of LDS. Fragments are pairs of which lanes hold eight features side
 // by side: the first of a pair has features 0 to 3 of each eight, the second has 4 to 7.
@@ -575,6 +644,10 @@ class Copier {
         }
         runs_at = runs_at % kRun ? kRunsHalf - runs_at / kRun * kRun : runs_at;
         k = 0;
+        if constexpr (kShared) {
+            k = begin = tile.begin;
+            end = tile.end;
+        }
         x = resource(args->xq + x_row * K, x_rows * K);
         w = resource(args->wq + w_row * K, w_rows * K);
         if constexpr (kShuffledX) {
@@ -598,6 +671,12 @@ class Copier {
                 resource(args->ws + w_row / kSide * block_row(), w_rows / kSide * block_row());
         else
             w_scales = resource(args->ws + w_row * blocks, w_rows * blocks);
+    }
+
+    // From here on zeros are copied.
+    MX_MEMBER void stop() {
+        k = begin = 0;
+        x[kSizeWord] = w[kSizeWord] = x_scales[kSizeWord] = w_scales[kSizeWord] = 0;
     }
 
     // To be called before a step's copies.
@@ -690,9 +769,11 @@ class Copier {
         k += kDepth;
     }
     // True once all steps of the tile are copied, of which there are two at least.
-    MX_MEMBER bool is_done() const { return k >= max(kWgrad ? end : K, 2 * kDepth); }
+    MX_MEMBER bool is_done() const { return k >= max(kWgrad || kShared ? end : K, 2 * kDepth); }
     // True if the step that comes after the present one's products is a tile's first.
-    MX_MEMBER bool has_begun() const { return k == kDepth; }
+    MX_MEMBER bool has_begun() const { return k == (kShared ? begin : 0) + kDepth; }
+    // The first of a row's scales that the tile has.
+    MX_MEMBER int first_block() const { return kShared ? begin / kBlock : 0; }
 
     unsigned skew;   // the tile's first row in a block of shuffled scales, or scale in a dword
     unsigned behind; // where runs have the scales of the step before this one
@@ -768,7 +849,7 @@ class Copier {
     unsigned run_x_at, run_w_at, runs_at = 0;
     unsigned k_x[2], k_w[2], x_at[2], w_at[2]; // of copies of even and odd number
     unsigned x_now[2], w_now[2], scale_now, blocks_x_now, blocks_w_now;
-    unsigned end;      // k of the group
+    unsigned begin, end; // k of the group, or of the workgroup's part
     unsigned kept = 0; // where the group ends in this step, byte 0, and in the ones before it, or 0
     int x_place, w_place; // of the wave's first row in a stage
     Resource x, w, x_scales, w_scales;
@@ -1132,8 +1213,12 @@ class Stream {
     template <bool IsFirst, bool IsHalf>
     MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, Shelf& shelf) {
         const unsigned other = kStage - stage;
-        if (copier.is_done())
-            copier.start(Anew(), shelf.tile<kNext>(), !shelf.get<kIsLast>());
+        if (copier.is_done()) {
+            if constexpr (kShared)
+                copier.stop();
+            else
+                copier.start(Anew(), shelf.tile<kNext>(), !shelf.get<kIsLast>());
+        }
         copier.aim();
         if (kZeros && zeros.any)
             zeros.store_some(shelf);
@@ -1228,7 +1313,7 @@ class Stream {
 
     // Scales of runs are read from here on for the next step, maybe a tile's first.
     MX_MEMBER void turn_to_step(bool is_first) {
-        last_block = is_first ? blocks - 1 : last_block - kStepBlocks;
+        last_block = is_first ? blocks - 1 - copier.first_block() : last_block - kStepBlocks;
         // Lanes beyond the last scale take that one.
         const int of_step = kWholeSteps ? block : __builtin_elementwise_min(block, last_block);
         const unsigned at = copier.behind + of_step;
@@ -1355,8 +1440,8 @@ MX_DEVICE unsigned place_of(unsigned r, unsigned p) {
 
 // Rounds a wave's sums and stores them, 16 bytes a lane: rows come to lie in lines of memory by way
 // of LDS, 16 rows at a time.
-template <bool IsHalf>
-MX_DEVICE void store_tile(const Sums& sums, const Tile& tile, unsigned wave, unsigned lane) {
+template <bool IsHalf, class All>
+MX_DEVICE void store_tile(const All& sums, const Tile& tile, unsigned wave, unsigned lane) {
     constexpr int features = IsHalf ? kFeatures / 2 : kFeatures; // of a wave
     constexpr int in_pass = pass_features(features), frags = in_pass / kSide;
     constexpr unsigned pass_row = in_pass * sizeof(Out);
@@ -1440,6 +1525,90 @@ MX_DEVICE void compute(Stream& stream, unsigned steps, Shelf& shelf, unsigned wa
     store_tile<IsHalf>(stream.sums, shelf.tile<kNow>(), wave, lane);
 }
 
+#if MX_SHARED
+// A wave's sums and those that the other workgroup left it.
+struct Gathered {
+    const Sums& own;
+    u32x4 others[kFragsX * kFragsW];
+
+    MX_MEMBER f32x4 read(int i) const { return own.read(i) + __builtin_bit_cast(f32x4, others[i]); }
+};
+
+// Where two workgroups that share a tile meet, each wave with the other's of its number. Of two,
+// the first to begin leaves its sums and the last adds them to its own: it waits only for one that
+// runs already. Either order gives the same bits.
+class Meeting {
+  public:
+    MX_MEMBER Meeting(ArgumentsPointer args, unsigned tile, int wave, int lane)
+        : counts(args->counts + (tile * kWaves + wave) * kCounts, kCounts),
+          sums(args->sums + static_cast<Offset>(tile * kWaves + wave) * kBytes, kBytes), lane(lane),
+          before(counts.add_for_all(lane == 0 ? kBegun : kNowhere, 1)) {}
+
+    // Whether the wave is to store all sums; else it has left its own.
+    MX_MEMBER bool gather(Gathered& all) const {
+        unsigned left = counts.load_for_all(kLeft);
+        if (__builtin_amdgcn_readfirstlane(before) == 0) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                sums.store_for_all(at(i), __builtin_bit_cast(u32x4, all.own.read(i)));
+            asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+            counts.store_for_all(lane == 0 ? kLeft : kNowhere, 1);
+            return false;
+        }
+        while (__builtin_amdgcn_readfirstlane(left) == 0)
+            left = counts.load_for_all(kLeft);
+        asm volatile("" ::: "memory"); // no load of sums before this
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            all.others[i] = sums.load_16_for_all(at(i));
+        counts.clear_for_all(lane == 0 ? kBegun : kNowhere);
+        return true;
+    }
+
+  private:
+    static constexpr int kCount = kFragsX * kFragsW;
+    static constexpr unsigned kBytes = kCount * kLanes * kPiece;
+    // Of waves that have begun, and that have left sums: zero when a launch begins, and ends.
+    static constexpr unsigned kBegun = 0, kLeft = 4, kCounts = 8;
+
+    MX_MEMBER unsigned at(int i) const { return (i * kLanes + lane) * kPiece; }
+
+    Buffer counts, sums;
+    unsigned lane, before; // how many had begun before this one, known once it is used
+};
+
+MX_KERNEL(kThreads)
+aiter_mx_linear_persistent_split(const unsigned char*, const unsigned char*, const unsigned char*,
+                                 const unsigned char*, const void*, Out*, const void*, const void*,
+                                 unsigned char*, unsigned char*, Offset, Offset, Offset, Offset,
+                                 int, int, int, unsigned, unsigned, unsigned) {
+    const AtOnce args;
+    const unsigned K = args()->K;
+    const int lane = thread_in_group() % kLanes;
+    const int wave = wave_in_group();
+    const unsigned workgroups = args()->workgroups, group = group_x();
+    const unsigned t =
+        workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
+    const unsigned tile = t / 2, is_second = t % 2;
+    const Meeting meeting(args(), tile, wave, lane);
+    const unsigned steps = (K + kDepth - 1) / kDepth; // at least two of each workgroup
+    const unsigned first = is_second ? steps / 2 : 0, last = is_second ? steps : steps / 2;
+    Shelf shelf;
+    Dealer deal(args, shelf, lane);
+    Tile now = {};
+    deal.find(args, shelf, tile, now);
+    now.begin = first * kDepth;
+    now.end = last * kDepth;
+    Stream stream(args, shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
+    stream.begin(args, now);
+    shelf.put_next(now);
+    shelf.turn();
+    stream.multiply<false>(last - first, shelf);
+    Gathered sums{stream.sums, {}};
+    if (meeting.gather(sums))
+        store_tile<false>(sums, shelf.tile<kNow>(), wave, lane);
+}
+#else
 // The arguments are those of GroupedArguments, which says how they are read.
 MX_KERNEL(kThreads)
 aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, const unsigned char*,
@@ -1454,7 +1623,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
     const unsigned workgroups = args()->workgroups, group = group_x();
     unsigned t = workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
     Shelf shelf;
-    Deal<kTileN, kSwath, kHalves> deal(args, shelf, lane);
+    Dealer deal(args, shelf, lane);
     Stream stream(args, shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
     Tile now;
     if (!deal.find(args, shelf, t, now)) {
@@ -1484,3 +1653,4 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
     }
     stream.zeros.store_all(shelf);
 }
+#endif

@@ -17,11 +17,11 @@ from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     Code,
     least_cycles,
     menu,
-    persistent_tile,
     tuned_for,
 )
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M, way_of
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import persistent_tile
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
     MOST_OWN_M,
     _costs,

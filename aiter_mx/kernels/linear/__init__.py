@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from aiter_mx.kernels.linear import invariant_sm90
 from aiter_mx.kernels.linear.gemv import GEMV
-from aiter_mx.kernels.linear.grouped import GROUPED
+from aiter_mx.kernels.linear.grouped import PERSISTENT_SM90
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT, PERSISTENT_SPLIT
 from aiter_mx.kernels.linear.problem import (
     KEY,
     QUANTISED_FIRST,
@@ -43,7 +44,9 @@ _FOR_QUANTISED_X = (
     WGMMA_BF16_SWAPPED,
     _WGMMA_BF16,
     _WGMMA_BF16_FEW,
-    *GROUPED,
+    PERSISTENT_SPLIT,
+    PERSISTENT,
+    PERSISTENT_SM90,
     DOT_SCALED,
     SCALED_MM,
     reference("linear"),

@@ -8,13 +8,10 @@ from functools import lru_cache
 from typing import TypeVar
 
 from aiter_mx import invariance
-from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PARAMS, candidates_of, config_of
-from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
-from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
+from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
-from aiter_mx.kernels.linear.mfma_choice_gfx950 import persistent_tile
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.spec import Config, KernelSpec, Module
+from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.target import Target
 
 T = TypeVar("T")
@@ -25,7 +22,7 @@ _FEWEST_OWN_ROWS = {"gfx950": _FEWEST_ROWS, "sm_90a": 65}
 
 
 @lru_cache(maxsize=64)
-def _one_group(problem: LinearProblem) -> GroupedGemmProblem:
+def one_group(problem: LinearProblem) -> GroupedGemmProblem:
     return GroupedGemmProblem(
         problem.M, problem.N, problem.K, 1, problem.out_dtype, problem.bias, "jagged", "i32"
     )
@@ -35,7 +32,7 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     """A kernel of ``grouped_gemm`` as one of the linear: its ``starts`` and ``ends`` are null."""
 
     def of_one_group(function: Callable[..., T]) -> Callable[..., T]:
-        return lambda target, problem, *config: function(target, _one_group(problem), *config)
+        return lambda target, problem, *config: function(target, one_group(problem), *config)
 
     def module_of_one_group(module: Module) -> Module:
         return replace(
@@ -53,13 +50,13 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     def refusal(target: Target, problem: LinearProblem) -> str | None:
         if problem.M < _FEWEST_ROWS and not invariance.is_on():
             return f"M={problem.M} is below {_FEWEST_ROWS}: others have the better tiles"
-        return spec.refusal(target, _one_group(problem))
+        return spec.refusal(target, one_group(problem))
 
     def yields(target: Target, problem: LinearProblem) -> str | None:
         fewest = _FEWEST_OWN_ROWS[target.arch]
         if fewest > problem.M:
             return f"others read w once for M={problem.M} below {fewest}"
-        return spec.yields(target, _one_group(problem))
+        return spec.yields(target, one_group(problem))
 
     return replace(
         spec,
@@ -73,17 +70,4 @@ def as_linear(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def _of_few_tiles(target: Target, problem: LinearProblem) -> Config:
-    """A w has a code object for each tile, so that there are few."""
-    return config_of(*persistent_tile(target, problem))
-
-
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """Those of any number of rows."""
-    return candidates_of(target, _one_group(problem), PARAMS[0].values)
-
-
-GROUPED = (
-    replace(as_linear(PERSISTENT_GFX950), configure=_of_few_tiles, candidates=_candidates),
-    as_linear(PERSISTENT_SM90),
-)
+PERSISTENT_SM90 = as_linear(PERSISTENT)

@@ -1,5 +1,5 @@
-"""Which configuration of ``mfma`` and ``mfma_split`` is fastest, and where ``persistent`` is: by a
-fit to the model of time."""
+"""Which configuration of ``mfma`` and ``mfma_split`` is fastest, and where a kernel with large
+tiles is: by a fit to the model of time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     has_odd_blocks,
     has_too_few_lanes,
     resident_at,
+    row_kib,
     way_at,
     way_of,
     work_at,
 )
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import fastest_large
 from aiter_mx.kernels.linear.problem import LinearProblem, rows_tuned_for
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import Config
-from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 FITTED: dict[str, float] = {
@@ -47,38 +48,6 @@ _FROM_MEMORY = 0.56
 """By so much is a line waited for longer that comes from memory."""
 _TILES_OF_WAIT = 8
 """A wave's next loads are waited for as long as so many tiles of a step take."""
-
-
-class Persistent(NamedTuple):
-    """Cycles of the kernel with large tiles, by tune/fit_mfma.py.
-
-    Attributes:
-        once: all but its steps.
-        once_in_parts: likewise, where compute units divide all tiles.
-        step: of 128 k, of a compute unit's first tile.
-        further: of each further tile.
-        in_parts: of the last, where compute units divide it; 0 where they never do.
-    """
-
-    once: float
-    once_in_parts: float
-    step: float
-    further: float
-    in_parts: float
-
-
-PERSISTENT = {
-    (128, 128): Persistent(16200, 16200, 1410, 1160, 0),
-    (160, 128): Persistent(18200, 18200, 1550, 1660, 0),
-    (160, 256): Persistent(20600, 20600, 2400, 2550, 0),
-    (256, 256): Persistent(22600, 20600, 3380, 3430, 2160),
-}
-"""Other tiles are left out, so that few code objects serve a weight."""
-_MANY_FEATURES = 5120
-"""From so many on a weight takes tiles of 160x256, and below 160x128: each would gain about one per
-cent beside the other, for a code object."""
-_OF_ROW = 1.8  # cycles of a step that a tile takes less for each row that it has not
-_OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 
 _FEWEST_SPLIT_ROWS = 9  # with fewer, what split K saves of x is little
 _FEWEST_LARGE_ROWS = 17  # of the kernel with large tiles
@@ -204,12 +173,7 @@ def _ways_of_many(M: int, rows: int, cols: int, split: int) -> tuple[tuple[Way, 
 
 def weights_cycles(target: Target, problem: LinearProblem) -> float:
     """What counts of memory's time for the operands."""
-    return FITTED["memory"] * (problem.N + problem.M) * _row_kib(problem.K) / target.cu_num
-
-
-def _row_kib(K: int) -> float:
-    """Of w or x, with its scales."""
-    return K * (BLOCK + 1) / (BLOCK * 1024)
+    return FITTED["memory"] * (problem.N + problem.M) * row_kib(problem.K) / target.cu_num
 
 
 def _bounds(
@@ -219,7 +183,7 @@ def _bounds(
     N, K, cu_num, memory = problem.N, problem.K, target.cu_num, weights_cycles(target, problem)
     ahead = memory + FITTED["round"]
     most = least.cost / ROUNDED_OFF - ahead
-    a_step, a_sum, a_line = FITTED["step"], FITTED["sum"], FITTED["lines"] * _row_kib(K)
+    a_step, a_sum, a_line = FITTED["step"], FITTED["sum"], FITTED["lines"] * row_kib(K)
     meetings = [_meeting(shared) for shared in range(1, SPLITS.values[-1] + 1)]
     # As work_at and _asked have it, without calls: there are dozens of ways, and most end here.
     for way, own_blocks, most_waves, slots, tiles, sums in _ways(problem.M, splits):
@@ -250,7 +214,7 @@ def _asked(way: Way, work: Work, K: int) -> float:
     """For lines of w and x, and the sums of workgroups that share K."""
     _, _, splits, blocks, _, block_rows = way
     rows = work.rows * (1 + _FROM_MEMORY / blocks) + block_rows
-    return FITTED["lines"] * _row_kib(K) * work.of_busiest * rows / splits + _meeting(splits)
+    return FITTED["lines"] * row_kib(K) * work.of_busiest * rows / splits + _meeting(splits)
 
 
 SEARCHES: dict[str, Search] = {
@@ -286,7 +250,7 @@ class Code(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
-    """The code objects of a weight for more rows than BLOCK_M, but those of ``persistent``."""
+    """The code objects of a weight for more rows than BLOCK_M, but those with large tiles."""
     codes = list[Code]()
     for M in _ROWS_OF_MENU:
         problem = LinearProblem(M, N, K)
@@ -335,62 +299,29 @@ def _least_of_results() -> list[tuple[float, float]]:
             results = held * rows * cols * SIDE**2
             once = _round(way, waves, 0, 1)
             steps = (_round(way, waves, 1, 1) - once) / (results * waves * TILE_K)
-            lines = FITTED["lines"] * _row_kib(1) * (1 / rows + 1 / cols) / SIDE
+            lines = FITTED["lines"] * row_kib(1) * (1 / rows + 1 / cols) / SIDE
             found.append((once / results, steps + lines))
     return [a for a in found if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in found)]
 
 
 def _of_menu(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
     """What is fastest of the menu."""
-    persistent = _persistent(target, problem)
-    if persistent < least_cycles(target, problem):
-        return "persistent", None
+    large, name = fastest_large(target, problem)
+    if large < least_cycles(target, problem):
+        return name, None
     found = _by_cost(menu(target, problem.N, problem.K), target, problem)
     least = min(found, default=inf)
-    if least >= persistent:
-        return "persistent", None
+    if least >= large:
+        return name, None
     code, blocks = found[least]
     names = (param.name for param in SEARCHES[code.kernel].params)
     values = (code.row_tiles, 1, code.waves, 1, blocks, code.splits)
     return code.kernel, dict(zip(names, values, strict=False))
 
 
-def persistent_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int], float]:
-    """What the kernel with large tiles takes with each, when rows are divided evenly among them."""
-    M, N, cu_num, chunks = problem.M, problem.N, target.cu_num, -(-problem.K // 128)
-    memory, found = (_OF_WEIGHTS * N * _row_kib(problem.K) / cu_num) ** 4, {}
-    left_out = (160, 128 if N >= _MANY_FEATURES else 256)
-    for tile, fitted in PERSISTENT.items():
-        if tile == left_out:
-            continue
-        down = -(-M // tile[0])
-        whole, left = divmod(down * -(-N // tile[1]), cu_num)
-        rounds = whole + (left > 0)
-        once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
-        if fitted.in_parts and 0 < 2 * left <= cu_num:
-            step += fitted.in_parts - fitted.further
-            once = once if whole else fitted.once_in_parts
-        step -= rounds * _OF_ROW * (tile[0] - M / max(down, 1))
-        found[tile] = once + float(((step * chunks) ** 4 + memory) ** 0.25)
-    return found
-
-
-def persistent_tile(target: Target, problem: LinearProblem) -> tuple[int, int]:
-    """The fastest of its tiles."""
-    cycles = persistent_cycles(target, problem)
-    return min(cycles, key=lambda tile: cycles[tile])
-
-
-def _persistent(target: Target, problem: LinearProblem) -> float:
-    """What the kernel with large tiles would take."""
-    if problem.N % BLOCK:
-        return inf
-    return min(persistent_cycles(target, problem).values())
-
-
 @lru_cache(maxsize=1024)
 def fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
-    """The kernel that is, and its configuration unless it is ``persistent``."""
+    """The kernel that is, and its configuration unless it has large tiles."""
     return (_searched if M <= BLOCK_M else _of_menu)(target, LinearProblem(M, N, K))
 
 
@@ -400,9 +331,10 @@ def _searched(
     """``mfma`` is the fastest unless another is by a twentieth; beyond BLOCK_M the fit has what
     shares K that much too slow. No search goes beyond what would be taken in its place, or
     beyond ``most`` cycles."""
-    M, launch, best = problem.M, FITTED["launch"], most
+    M, launch, best, large = problem.M, FITTED["launch"], most, "persistent"
     if M >= _FEWEST_LARGE_ROWS:
-        best = min(best, _persistent(target, problem))
+        cycles, large = fastest_large(target, problem)
+        best = min(best, cycles)
     worth = _WORTH_LEAVING if M <= BLOCK_M else 1.0
     mfma = SEARCHES["mfma"].cheapest(target, problem, best / worth - launch)
     if mfma is not None:
@@ -411,4 +343,4 @@ def _searched(
         split = SEARCHES["mfma_split"].cheapest(target, problem, best - launch)
         if split is not None:
             return "mfma_split", split[1]
-    return ("persistent", None) if mfma is None else ("mfma", mfma[1])
+    return (large, None) if mfma is None else ("mfma", mfma[1])

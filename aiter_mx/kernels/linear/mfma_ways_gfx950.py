@@ -159,6 +159,11 @@ def resident_of(problem: LinearProblem, config: Config, quantises: bool = False)
     return resident_at(*tiles, config["waves"], config["unroll"], is_odd, quantises)
 
 
+def row_kib(K: int) -> float:
+    """Of w or x, with its scales."""
+    return K * (BLOCK + 1) / (BLOCK * 1024)
+
+
 def lds_bytes_of(row_tiles: int, col_tiles: int, waves: int) -> int:
     """What a workgroup declares: a tile or the sums of each wave, and the bias of its rows."""
     return waves * 1024 * max(4, row_tiles * col_tiles) + 256

@@ -17,6 +17,10 @@ __attribute__((device)) unsigned long
 buffer_atomic_swap(unsigned long value, __amdgpu_buffer_rsrc_t rsrc, int offset, int further,
                    int flags) __asm("llvm.amdgcn.raw.ptr.buffer.atomic.swap.i64");
 
+__attribute__((device)) unsigned
+buffer_atomic_add(unsigned value, __amdgpu_buffer_rsrc_t rsrc, int offset, int further,
+                  int flags) __asm("llvm.amdgcn.raw.ptr.buffer.atomic.add.i32");
+
 class Buffer {
   public:
     // first is the same in all lanes; size_bytes is below kNowhere.
@@ -66,6 +70,24 @@ class Buffer {
     MX_MEMBER unsigned long exchange_for_all(unsigned offset, unsigned long value) const {
         return buffer_atomic_swap(value, rsrc, offset, 0, kCached);
     }
+    // Adds to 4 bytes for all of them, and says what was there: zero beyond the length.
+    MX_MEMBER unsigned add_for_all(unsigned offset, unsigned value) const {
+        return buffer_atomic_add(value, rsrc, offset, 0, kCached);
+    }
+    // What is left for all of them, and what one of them may have left.
+    MX_MEMBER void store_for_all(unsigned offset, unsigned value) const {
+        __builtin_amdgcn_raw_buffer_store_b32(value, rsrc, offset, 0, kPastCaches);
+    }
+    MX_MEMBER void store_for_all(unsigned offset, u32x4 values) const {
+        __builtin_amdgcn_raw_buffer_store_b128(values, rsrc, offset, 0, kPastCaches);
+    }
+    MX_MEMBER unsigned load_for_all(unsigned offset) const {
+        asm volatile("" ::: "memory"); // anew, each time
+        return __builtin_amdgcn_raw_buffer_load_b32(rsrc, offset, 0, kPastCaches);
+    }
+    MX_MEMBER u32x4 load_16_for_all(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b128(rsrc, offset, 0, kPastCaches);
+    }
     // Zeros for all of them.
     MX_MEMBER void clear_for_all(unsigned offset) const {
         __builtin_amdgcn_raw_buffer_store_b64(u32x2{}, rsrc, offset, 0, kPastCaches);
@@ -86,6 +108,7 @@ class Buffer {
 
 using Offset = unsigned long; // elements and bytes: tensors may exceed 4 GiB
 using Resource = u32x4;       // the words of a buffer descriptor, the same in all lanes
+constexpr int kSizeWord = 2;  // which of them has the length
 
 MX_DEVICE Resource resource(const unsigned char* first, unsigned size_bytes) {
     constexpr unsigned raw_words = 0x00027000; // 32-bit words, no swizzle

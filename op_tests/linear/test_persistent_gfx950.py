@@ -1,0 +1,107 @@
+"""Large tiles on gfx950: how they are dealt, and where workgroups that share K meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import aiter_mx
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import config_of
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
+    LEAST_SPLIT_K,
+    SPLIT,
+    fastest_large,
+    split_cycles,
+)
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT, PERSISTENT_SPLIT
+from aiter_mx.sim.program import SimOptions
+from aiter_mx.target import hardware
+from aiter_mx.trial import prepare
+from op_tests.linear.launches import launch_linear
+from op_tests.linear.operands import operands
+from op_tests.mx_reference import assert_close_to_reference
+
+GFX950, CPU = hardware("gfx950"), torch.device("cpu")
+SMALL = {"tile_m": 128, "tile_n": 128, "splits": 2}
+
+
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 128), (256, 256)])
+def test_all_tiles_of_a_linear_are_dealt_once(
+    tile_m: int, tile_n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In swaths, in rounds, and the last of the largest by halves; rows are divided evenly."""
+    config, K = config_of(tile_m, tile_n) | {"swath": 4}, 288
+    shapes = [(17, 32, 1), (tile_m + 1, tile_n + 32, 2), (3 * tile_m + 40, 2 * tile_n, 3)]
+    shapes += [(6 * tile_m, tile_n + tile_n // 2, 5), (2 * tile_m + 7, tile_n // 2 + 32, 256)]
+    for seed, (M, N, cu_num) in enumerate(shapes):
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        drawn = operands(M, N, K, seed)
+        with aiter_mx.simulate("gfx950"):
+            out = launch_linear(PERSISTENT, CPU, config, drawn, None, torch.float32, cu_num)
+        assert_close_to_reference(out, *drawn)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(130, 160, 1312), (33, 64, 480)])
+def test_whoever_begins_last_the_bits_are_the_same(
+    M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, bias = operands(M, N, K, 7), torch.randn(N)
+    runs = []
+    for seed in range(4):
+        monkeypatch.setenv("AITER_MX_SIM_COHERENCE", str(seed % 2))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        with aiter_mx.simulate("gfx950"):
+            runs.append(launch_linear(PERSISTENT_SPLIT, CPU, SMALL, drawn, bias, torch.float32))
+    assert_close_to_reference(runs[0], *drawn, bias)
+    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+
+
+def test_a_launch_leaves_its_counts_as_it_found_them() -> None:
+    problem = LinearProblem(140, 96, 672, "fp32")
+    launch = prepare(PERSISTENT_SPLIT, problem, SMALL)
+    assert launch.counters is not None and launch.counters.numel() == 2 * 4 * 2
+    for seed in range(2):
+        launch.run(SimOptions(coherence=True, seed=seed))
+        assert not launch.counters.any()
+
+
+def test_k_is_shared_where_tiles_are_few_and_deep() -> None:
+    def taken(M: int, N: int, K: int) -> str:
+        return fastest_large(GFX950, LinearProblem(M, N, K))[1]
+
+    assert taken(385, 4096, 14336) == taken(769, 5120, 6400) == "persistent_split"
+    assert taken(1024, 4096, 4096) == taken(385, 4096, LEAST_SPLIT_K - 32) == "persistent"
+    with aiter_mx.simulate("gfx950"):
+        chosen = aiter_mx.explain("linear", M=400, N=4064, K=14336)
+    assert chosen.kernel == "persistent_split"
+    assert "hip/mfma: persistent_split is faster here by the model of time" in chosen.reason
+
+
+def test_each_workgroup_has_a_compute_unit_of_its_own() -> None:
+    for M, N in ((128, 16384), (130, 8192), (160, 32768), (4096, 512)):
+        problem = LinearProblem(M, N, 4096)
+        for tile_m, tile_n in split_cycles(GFX950, problem):
+            config = {"tile_m": tile_m, "tile_n": tile_n, "splits": 2}
+            module = PERSISTENT_SPLIT.module
+            assert module is not None
+            assert module.geometry(GFX950, problem, config).grid[0] <= GFX950.cu_num
+    few = replace(GFX950, cu_num=8)
+    assert split_cycles(few, LinearProblem(512, 128, 4096)).keys() == {(128, 128)}
+    assert not split_cycles(few, LinearProblem(513, 128, 4096))
+
+
+def test_too_few_steps_and_tiles_that_there_are_not_are_refused() -> None:
+    assert PERSISTENT_SPLIT.refusal(GFX950, LinearProblem(64, 64, LEAST_SPLIT_K)) is None
+    for problem, told in (
+        (LinearProblem(64, 64, LEAST_SPLIT_K - 32), "too few steps of K to be shared"),
+        (LinearProblem(16, 64, 1024), "M=16 is below 17"),
+        (LinearProblem(64, 50, 1024), "N=50 is not a multiple of 32"),
+    ):
+        assert told in str(PERSISTENT_SPLIT.refusal(GFX950, problem))
+    unknown = {"tile_m": 128, "tile_n": 256, "splits": 2}
+    assert (128, 256) not in SPLIT
+    problem = LinearProblem(64, 64, 1024)
+    assert "no such tiles" in str(PERSISTENT_SPLIT.misfit(GFX950, problem, unknown))
