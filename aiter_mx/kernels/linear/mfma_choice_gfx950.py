@@ -62,6 +62,8 @@ _ROWS_OF_MENU = (128, 272, 528, 144, 80)
 """Beyond BLOCK_M, numbers of rows whose fastest code objects serve all."""
 _ALIKE = 1.02
 """A code object has to be this much faster than those that more rows take."""
+_MANY_CODES, _ALIKE_OF_MANY = 3, 1.08
+"""And a further one beside so many this much, for large tiles take four more."""
 _MOST_CANDIDATES = 48
 
 
@@ -255,7 +257,8 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
     for M in _ROWS_OF_MENU:
         problem = LinearProblem(M, N, K)
         least = min(_by_cost(codes, target, problem), default=inf)
-        kernel, config = _searched(target, problem, least / _ALIKE)
+        alike = _ALIKE if len(codes) < _MANY_CODES else _ALIKE_OF_MANY
+        kernel, config = _searched(target, problem, least / alike)
         if config is not None:
             way = way_of(problem, config)
             codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
