@@ -24,7 +24,7 @@ class WgmmaFp8:
         kept, sent: for each sum of a workgroup, that stays there or goes to its cluster.
         member: for each workgroup of a cluster.
         odd_cluster: for those of 3, 5, 6 and 7.
-        one_by_one: for each chunk of a row whose scales a thread loads by themselves.
+        in_words: for each chunk of a row whose scales a thread loads as a word, not in a vector.
         under_way_bytes, off: weights and x under way that suit an SM, and for each byte off it.
         between_passes: until the first weights of the next workgroup on an SM are there.
         together: the exponent by which copying and computing add up.
@@ -40,7 +40,7 @@ class WgmmaFp8:
     sent: float = 0.2
     member: float = 178
     odd_cluster: float = 500
-    one_by_one: float = 0
+    in_words: float = 0
     under_way_bytes: float = 80_000
     off: float = 0.008
     between_passes: float = 1500
@@ -72,7 +72,7 @@ WGMMA_FP8_TILED = WgmmaFp8(
     sent=0.0859,
     member=739,
     odd_cluster=550,
-    one_by_one=114,
+    in_words=114,
     between_passes=2670,
     together=9.19,
 )

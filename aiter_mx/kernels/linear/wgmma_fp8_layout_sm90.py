@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         chunks: of K in the largest part.
         stages: of them, that there is room for.
         shared_bytes: of a workgroup.
-        scale_chunks: of which the scales of a row are loaded at once.
+        scale_chunks: of which the scales of a row are loaded as a vector, or 1: then as words.
         kept: whether each warp keeps a share of its sums, and gets the other parts' for these.
     """
 

@@ -213,7 +213,7 @@ def cycles_of_pass(
     cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
     if found.scale_chunks == 1:
         of_thread = (found.rows_m + found.rows_w) * found.chunks / (128 * groups)
-        cycles += fitted.one_by_one * of_thread
+        cycles += fitted.in_words * of_thread
     return cycles
 
 
@@ -259,7 +259,7 @@ def _yields(target: Target, problem: LinearProblem) -> str | None:
         return "wgmma_fp8 adds for longer than wgmma_bf16 launches x ahead and multiplies"
     chunks = chunks_of(problem)
     if (chunks % 2 or problem.K % CHUNK) and chunks > _MOST_ODD_CHUNKS:
-        return f"wgmma_fp8 loads the scales of K={problem.K} one by one, {chunks} chunks"
+        return f"wgmma_fp8 loads the scales of K={problem.K} as words, {chunks} chunks"
     enough = problem.M >= _FEWEST_OWN_ROWS and problem.N >= _FEWEST_OWN_WEIGHT_ROWS
     if enough and problem.N * problem.K >= _FEWEST_OWN_WEIGHTS:
         return None
