@@ -3,6 +3,7 @@
 //
 //   xq [M, K], wq [N, K]        e4m3 payload
 //   xs [M, K/32], ws [N, K/32]  e8m0 scale of each 32 consecutive k
+//                               or xq is bf16 or fp16, there is no xs, and x is quantised here
 //   y  [M, N]                   bf16
 //   bias [N]                    fp32, bf16, fp16 or none
 //
@@ -26,11 +27,15 @@
 // the rows of w, and more rows of x than 64 are for two warpgroups and more. Sums are added over
 // the warpgroups and the cluster in a fixed order.
 //
+// Where kQuantises, the consumers bring x to shared memory themselves, all of the workgroup's part
+// of K, before they multiply: each cluster does it anew, while its first weights are on their way.
+//
 // Where kTiled, a cluster takes kRowsM of the rows of x, not all; the grid's y counts them.
 
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
+#include "fused.h"
 #include "rows_sm90.h"
 #include "sm90/exact.h"
 #include "sm90/memory.h"
@@ -96,13 +101,14 @@ MX_DEVICE void wait_for_stage(unsigned barrier, unsigned parity) {
     __trap();
 }
 
-constexpr bool kXIsA = MX_X_IS_A;             // wgmma's A is x, its B is w; else the other way
-constexpr bool kTiled = MX_TILED;             // whether there may be more rows of x
-constexpr int kRowsM = MX_ROWS_M;             // of x, a multiple of 8
-constexpr int kRowsW = MX_ROWS_W;             // of w in a workgroup, a multiple of 8
-constexpr int kRowGroups = MX_ROW_GROUPS;     // warpgroups side by side along w, and along x
-constexpr int kKGroups = MX_K_GROUPS;         // warpgroups that take turns along K
-constexpr int kSplit = MX_SPLIT;              // workgroups of a cluster, which share K
+constexpr bool kXIsA = MX_X_IS_A;         // wgmma's A is x, its B is w; else the other way
+constexpr bool kTiled = MX_TILED;         // whether there may be more rows of x
+constexpr int kRowsM = MX_ROWS_M;         // of x, a multiple of 8
+constexpr int kRowsW = MX_ROWS_W;         // of w in a workgroup, a multiple of 8
+constexpr int kRowGroups = MX_ROW_GROUPS; // warpgroups side by side along w, and along x
+constexpr int kKGroups = MX_K_GROUPS;     // warpgroups that take turns along K
+constexpr int kSplit = MX_SPLIT;          // workgroups of a cluster, which share K
+constexpr bool kQuantises = !kIsQuantised<MX_X>;
 constexpr int kPerSm = MX_PER_SM;             // workgroups that an SM is to hold
 constexpr int kChunks = MX_CHUNKS;            // of the largest part of K
 constexpr int kStages = MX_STAGES;            // of them, that there is room for
@@ -187,6 +193,7 @@ static_assert(kParts > 1 || kActive * kGroupsB * kStagingBytes <= kStages * kSta
 constexpr bool kRefills = kStages < kChunks;
 constexpr int kRings = kRefills ? 2 : 1; // of barriers
 constexpr int kEnd = kBarriers + (kRings * kStages + 2) * 8;
+static_assert(!kQuantises || !(kRefills || kTiled), "x stays in its stages");
 static_assert(!kRefills || kStages % kKGroups == 0,
               "a stage is one warpgroup's, as are its phases");
 static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
@@ -196,6 +203,15 @@ using Sums = float[kValues];
 
 MX_DEVICE void store_shared_8(unsigned address, unsigned x, unsigned y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+MX_DEVICE void store_shared_2(unsigned address, unsigned x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x))
+                 : "memory");
+}
+MX_DEVICE void store_vector_shared(unsigned address, const u32x4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
 }
 // The top bit of a byte is set unless that scale is in 2^-62 to 2^62: then the product of two, and
 // times a sum of a block, is in fp32.
@@ -249,7 +265,7 @@ struct ScaleCopies {
 #pragma unroll
             for (int j = 0; j < kWords; ++j)
                 words[i][j] = 0;
-            if (!own.exists || (!kVectors && own.chunk >= chunks))
+            if (!own.exists || (!kVectors && own.chunk >= chunks) || (kQuantises && own.of_x))
                 continue;
             if (own.of_x && overlaps)
                 wait_for_grid_ahead();
@@ -309,7 +325,7 @@ struct ScaleCopies {
         for (int i = 0; i < kOwn; ++i) {
             const Item own = item(i);
             const bool of_a = own.of_x == kXIsA;
-            if (!own.exists)
+            if (!own.exists || (kQuantises && own.of_x))
                 continue;
             const unsigned place =
                 of_a ? kScalesA + own.chunk * kPitchA + own.row * kFactorBytes
@@ -353,6 +369,50 @@ struct ScaleCopies {
     }
 };
 
+// Brings x to its stages and its scales to their places. Returns whether any is near the ends of
+// e8m0. Rows and chunks that there are not are zeros. All loads are under way at once: further ones
+// would wait behind those of weights.
+MX_DEVICE bool quantise_x(const unsigned char* x, int M, long K, unsigned shared, int first_chunk,
+                          int chunks) {
+    constexpr int halves = kChunk / 16; // of a chunk of a row
+    constexpr int of_row = (kXIsA ? kChunks : 2 * kPairs) * halves;
+    constexpr int rounds = (kRowsM * of_row + kConsumers - 1) / kConsumers;
+    HalfBlock<MX_X> loaded[rounds] = {};
+    bool exists[rounds];
+    const auto number = [](int i) { return static_cast<int>(threadIdx.x) + i * kConsumers; };
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+        const int row = number(i) / of_row, half = number(i) % of_row;
+        const long k = static_cast<long>(first_chunk) * kChunk + half * 16;
+        exists[i] = row < M && half / halves < chunks && (kWhole || k < K);
+        const unsigned char* const from = x + 2 * (row * K + k);
+        if (exists[i])
+            loaded[i] = {load(from), load(from + 16)};
+    }
+    unsigned far = 0;
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+        const QuantisedHalf found = quantised(loaded[i]); // by all lanes
+        const int row = number(i) / of_row, half = number(i) % of_row;
+        const int chunk = half / halves, piece = half % halves;
+        const unsigned scale = exists[i] ? found.scale : kUnitScales & 0xff;
+        far |= is_far(scale | kUnitScales << 8);
+        if (row >= kRowsM)
+            continue;
+        if (chunk < kChunks)
+            store_vector_shared(shared + chunk * kStageBytes + (kXIsA ? 0 : kWBytes) +
+                                    row * kChunk + (piece ^ row % 8) * 16,
+                                found.payload);
+        // Those of the second chunk of a pair are there even where it is not.
+        const unsigned place = kXIsA ? kScalesA + chunk * kPitchA + row * kFactorBytes
+                                     : kScalesB + chunk / 2 * kPitchB + row * 2 * kFactorBytes +
+                                           chunk % 2 * kFactorBytes;
+        if (piece % 2 == 0)
+            store_shared_2(shared + place + piece, scale << 7);
+    }
+    return far != 0;
+}
+
 // The row and column of a lane's value in a warp's tile of sums.
 struct Place {
     int row_warp, column_group; // sixteen of rows of A; first row of B
@@ -373,6 +433,48 @@ MX_DEVICE unsigned load_shared_byte(unsigned address) {
     unsigned v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
+}
+
+// A lane's 16 k of a row of w, or of one of x that is yet to be quantised.
+template <bool IsX>
+MX_DEVICE QuantisedHalf half_of(const ScaledRow& row, long k) {
+    if constexpr (IsX)
+        return quantised(
+            HalfBlock<MX_X>{load(row.payload + 2 * k), load(row.payload + 2 * k + 16)});
+    else
+        return {load(row.payload + k), load_byte(row.scales + k / kBlock)};
+}
+MX_DEVICE void to_f32(const u32x4& payload, f32x2 (&values)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        e4m3x4_to_f32(payload[i], values[2 * i], values[2 * i + 1]);
+}
+
+// exact_outputs_of_warp, in the same order, where x is yet to be quantised. OneIsX: whether the one
+// row is of x, or the others are. Lanes past K take its end, as all quantise.
+template <bool OneIsX, int Count>
+MX_DEVICE void exact_outputs_of_halves(float (&sums)[Count], const ScaledRow& one,
+                                       const ScaledRow (&others)[Count], long K, int lane) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+        sums[i] = 0;
+#pragma unroll 1
+    for (long from = 0; from < K; from += kLanes * 16) {
+        const long k = min(from + lane * 16, K - kBlock + lane % 2 * 16);
+        const QuantisedHalf own = half_of<OneIsX>(one, k);
+        f32x2 own_values[8];
+        to_f32(own.payload, own_values);
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const QuantisedHalf other = half_of<!OneIsX>(others[i], k);
+            f32x2 values[8];
+            to_f32(other.payload, values);
+            if (from + lane * 16 < K)
+                sums[i] = add_scaled(sums[i], dot(own_values, values), e8m0_split(own.scale),
+                                     e8m0_to_f32(other.scale));
+        }
+    }
+    add_up_lanes(sums);
 }
 
 // Computes the sums of rows again whose scales are so near the ends of e8m0 that they are to be
@@ -409,7 +511,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsig
     const auto row_of = [&](bool of_a, int row) -> ScaledRow {
         const bool of_x = of_a == kXIsA;
         const long at = of_x ? min(row, t.M - 1) : min(first + row, t.N - 1);
-        return {(of_x ? t.xq : t.wq) + at * t.K + k,
+        return {(of_x ? t.xq : t.wq) + (at * t.K + k) * (kQuantises && of_x ? 2 : 1),
                 (of_x ? t.xs : t.ws) + at * t.blocks() + k / kBlock};
     };
 #pragma unroll 1
@@ -426,7 +528,12 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsig
             for (int o = 0; o < at_once; ++o)
                 some[o] = row_of(!by_a, j + o);
             float found[at_once];
-            exact_outputs_of_warp(found, one, some, length, place.lane);
+            if constexpr (!kQuantises)
+                exact_outputs_of_warp(found, one, some, length, place.lane);
+            else if (by_a == kXIsA)
+                exact_outputs_of_halves<true>(found, one, some, length, place.lane);
+            else
+                exact_outputs_of_halves<false>(found, one, some, length, place.lane);
             if (place.lane < at_once)
                 store_shared_4(results + (j + place.lane) * 4,
                                float_to_bits(one_of(found, place.lane)));
@@ -807,7 +914,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
                 // One thread alone: ptxas makes a loop with fences of lanes that set up one each.
 #pragma unroll
                 for (int i = 0; i < kStages; ++i) {
-                    barrier_init(full + 8 * i, 2);
+                    barrier_init(full + 8 * i, kQuantises ? 1 : 2);
                     if (kRefills)
                         barrier_init(empty + 8 * i, 4 * kRowGroups);
                 }
@@ -841,7 +948,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
         const unsigned to = shared + (of_x == kXIsA ? 0 : kXIsA ? kXBytes : kWBytes);
         const int row = of_x ? first_m : static_cast<int>(first_row);
         constexpr int early = kDepth < kStages ? kDepth : kStages;
-        if (elected_lane()) {
+        if (!(kQuantises && of_x) && elected_lane()) {
             PipelineState<kStages> arriving, next;
             if (!of_x)
                 next.next(); // of its first box
@@ -859,7 +966,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
                 next.next();
                 // An SM that is to hold several workgroups has room for the next launch's, which
                 // ask for weights while these wait for x.
-                if (of_x == (kPerSm == 1) && i == min(early, chunks) - 1)
+                if ((of_x == (kPerSm == 1) || kQuantises) && i == min(early, chunks) - 1)
                     launch_dependents();
             }
         }
@@ -892,9 +999,15 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
     if (Inbox::kEarly && overlaps && bias_kind != kNone)
         wait_for_grid_ahead();
     const Target target = inbox.target(warp);
+    bool far = false;
+    if constexpr (kQuantises) { // while w's scales are on their way
+        if (overlaps)
+            wait_for_grid_ahead();
+        far = quantise_x(xq, static_cast<int>(M), K, shared, first_chunk, chunks);
+    }
     scale_copies.ask_bytes();
     named_barrier(3, kSet); // barriers are set up
-    bool far = scale_copies.put(shared, chunks);
+    far |= scale_copies.put(shared, chunks);
     fence_async();
     far = named_barrier_or(4, kConsumers, far); // scales are there
 

@@ -16,6 +16,7 @@ from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.plan import bind_route
@@ -157,6 +158,49 @@ def test_the_result_is_that_of_quantising_first(
             assert_close_to_reference(fused, *quantised, *w)
 
 
+# M, N, K, then split, row_groups, k_groups, depth and per_sm: w as A and x as A, parts of K that
+# differ, chunks of an odd number, K that ends within one, more workgroups than one on an SM.
+FP8_CASES = [
+    (16, 2304, 6144, (3, 1, 4, 6, 1)),
+    (3, 2304, 6144, (3, 1, 3, 8, 1)),
+    (8, 6144, 1536, (4, 2, 1, 3, 3)),
+    (13, 6144, 1536, (1, 1, 4, 12, 1)),
+    (9, 1001, 544, (1, 1, 2, 2, 1)),
+    (31, 1001, 1184, (2, 1, 4, 4, 1)),
+    (49, 515, 544, (2, 2, 2, 2, 1)),
+    (57, 515, 1056, (8, 2, 1, 2, 1)),
+    (64, 384, 512, (4, 1, 1, 2, 1)),
+    (64, 1536, 1024, (4, 2, 2, 2, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N", "K", "values"), FP8_CASES)
+@pytest.mark.parametrize(("x_dtype", "out_dtype"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_wgmma_fp8_gives_what_quantising_first_gives(
+    M: int, N: int, K: int, values: tuple[int, ...], x_dtype: str, out_dtype: str
+) -> None:
+    device = torch.device("cuda", 0)
+    if target_of(device).arch != "sm_90a":
+        pytest.skip("the kernel is for another GPU")
+    config = {param.name: v for param, v in zip(WGMMA_FP8.params, values, strict=True)}
+    assert not WGMMA_FP8.parts(SM90A, LinearProblem(M, N, K, x_dtype=x_dtype), config)
+    w = weights(N, K, 3)
+    for kind in range(4):
+        x = activations(M, K, DTYPES[x_dtype], kind, span=3)
+        if kind == 1:  # blocks of zeros, and subnormal numbers
+            x[M // 2, : K // 2] = 0.0
+            x[:, ::5] *= 2.0**-120 if x_dtype == "bf16" else 2.0**-20
+        if kind == 2:
+            x[M - 1, K - 1], x[0, 33] = float("nan"), float("-inf")
+        if kind == 3 and x_dtype == "bf16":  # scales that have sums computed again
+            x[0, K - 32 :] *= 2.0**-90
+            x[M - 1, :32] *= 2.0**-80
+        quantised = aiter_mx.quantize(x)
+        fused = launch(device, WGMMA_FP8, config, (x, None), w, out_dtype)
+        assert_same_bits(fused, launch(device, WGMMA_FP8, config, quantised, w, out_dtype))
+
+
 @pytest.mark.parametrize(
     ("M", "N", "K", "kernel", "launches"),
     [
@@ -191,6 +235,15 @@ def test_on_an_h200_mma_registers_quantises_where_that_was_faster() -> None:
 
     assert [launches(M, 2304, 6144, 32, 3, 1, 8) for M in (1, 8, 9)] == [1, 1, 2]
     assert launches(4, 57344, 8192, 48, 2, 1, 2) == 2  # too often
+
+
+def test_on_an_h200_wgmma_fp8_quantises_what_takes_one_round_of_loads() -> None:
+    def launches(M: int, N: int, K: int, *values: int) -> int:
+        config = {param.name: v for param, v in zip(WGMMA_FP8.params, values, strict=True)}
+        return len(WGMMA_FP8.parts(SM90A, LinearProblem(M, N, K, x_dtype="bf16"), config)) or 1
+
+    assert [launches(M, 2304, 6144, 3, 1, 4, 6, 1) for M in (8, 16, 17)] == [1, 1, 2]
+    assert launches(16, 9216, 6144, 1, 2, 2, 6, 1) == 2  # stages are used again
 
 
 @pytest.mark.parametrize(
@@ -301,7 +354,7 @@ def test_no_variant_that_quantises_spills() -> None:
 def test_every_other_kernel_has_x_quantised_before() -> None:
     for kernel in KERNELS:
         for target in (GFX950, SM90A):
-            problem = LinearProblem(64, 512, 64, x_dtype="bf16")
+            problem = LinearProblem(64, 512, 1024, x_dtype="bf16")
             if kernel in (GEMV, MFMA) or kernel.name == WGMMA_BF16.name:
                 continue
             if kernel.refusal(target, problem) is not None:
@@ -314,7 +367,7 @@ def test_every_other_kernel_has_x_quantised_before() -> None:
                 "wgmma_bf16_few",
             )
             ring = kernel.name == "mma_ring"
-            assert parts[1][1] == LinearProblem(64, 512, 64, pdl=early, after_quantize=ring)
+            assert parts[1][1] == LinearProblem(64, 512, 1024, pdl=early, after_quantize=ring)
             assert (parts[0][1].carveout_bytes > 0) == ring
 
 

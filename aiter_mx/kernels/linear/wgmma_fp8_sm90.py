@@ -4,6 +4,7 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -16,7 +17,13 @@ from aiter_mx.kernels.linear.fitted_sm90 import (
     WGMMA_FP8_MANY,
     WgmmaFp8,
 )
-from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
+from aiter_mx.kernels.linear.problem import (
+    QUANTISED_MEANWHILE,
+    X_CODES,
+    LinearProblem,
+    Sizes,
+    quantised_meanwhile,
+)
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
     MOST_COLUMNS,
@@ -43,6 +50,7 @@ from aiter_mx.kernels.spec import (
     MAX_INT,
     Config,
     Geometry,
+    Parts,
     as_defines,
     where_it_fits,
 )
@@ -60,6 +68,7 @@ _MOST_OWN_WEIGHTS = 400_000_000  # without a table, for more than 64 rows: no lo
 _FEWEST_OWN_ROWS = 17  # from which it was faster than all others on an H200, without a table
 _FEWEST_OWN_WEIGHTS = 500_000
 _FEWEST_OWN_WEIGHT_ROWS = 384
+_MOST_QUANTISING_ROUNDS = 4  # of 16 elements of each thread; with more a launch ahead is faster
 _MOST_ODD_CHUNKS = 128  # with 231 mma_ring takes 0.6 of the time at 32 rows on an H200
 _MOST_CANDIDATES = 16
 _MOST_ALIKE = 2
@@ -282,8 +291,22 @@ def defines_of(
         "MX_EVEN": int(chunks_of(problem) % config["split"] == 0),
         "MX_WHOLE": int(problem.K % CHUNK == 0),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
+        "MX_X": X_CODES[problem.x_dtype],
         "MX_SHARED_BYTES": found.shared_bytes,
     }
+
+
+def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+    """A quantisation first, but of what stays in shared memory and is loaded at once."""
+    found = layout(target, problem, config) if problem.x_dtype != "e4m3" else None
+    if found is None:
+        return ()
+    chunks = found.chunks if found.x_is_a else up(found.chunks, 2)
+    threads = 128 * config["row_groups"] * config["k_groups"]
+    rounds = -(-found.rows_m * chunks * (CHUNK // 16) // threads)
+    if found.stages >= found.chunks and rounds <= _MOST_QUANTISING_ROUNDS:
+        return ()
+    return quantised_meanwhile(target, problem, config)
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -318,4 +341,5 @@ WGMMA_FP8 = declare(
     refusal=_refusal,
     search=_search,
     yields=_yields,
+    composed=replace(QUANTISED_MEANWHILE, parts=_parts),
 )

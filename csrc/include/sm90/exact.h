@@ -10,6 +10,17 @@ struct ScaledRow {
     const unsigned char *payload, *scales;
 };
 
+// Sums over a warp's lanes, in all of them.
+template <int Count>
+MX_DEVICE void add_up_lanes(float (&sums)[Count]) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+#pragma unroll
+        for (int distance = kLanes / 2; distance; distance /= 2)
+            sums[i] += __shfl_xor_sync(0xffffffff, sums[i], distance);
+}
+
 // The sums over K of one row's products with each of some others. Lanes take 16 k in turn, twice
 // at once, as nothing else hides latency, and all have the sums.
 template <int Count>
@@ -53,12 +64,7 @@ MX_DEVICE void exact_outputs_of_warp(float (&sums)[Count], const ScaledRow& one,
             }
         }
     }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < Count; ++i)
-#pragma unroll
-        for (int distance = kLanes / 2; distance; distance /= 2)
-            sums[i] += __shfl_xor_sync(0xffffffff, sums[i], distance);
+    add_up_lanes(sums);
 }
 
 // One of some values, by an index that is not known before.
