@@ -20,6 +20,7 @@ from aiter_mx.errors import SimulatorError
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT_SPLIT
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
@@ -36,6 +37,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
 _MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them
 _POISON = 0x5A
+_COUNTERS = ("slots", "counts")  # what kernels call them
 _NAN = 0xFF  # in each byte of fp32
 
 
@@ -181,6 +183,32 @@ def _mfma_split(
     return Case(name, MFMA_SPLIT, {**tiles, "blocks": 1, "splits": splits}, dtype, tuple(probes))
 
 
+def _persistent_split() -> Case:
+    """K has an odd number of blocks. What its two workgroups leave each other shows in caches of
+    XCDs apart; a bias is compiled in."""
+    draw = {"scale_exponents": (-6, 6)}
+
+    def probe(M: int, N: int, K: int, **more: Any) -> Probe:
+        return Probe(M, N, K, "bf16", **{"draw": draw, "coherence": True, **more})
+
+    wide, apart = {"scale_exponents": (-20, 20)}, {"coherence": False}
+    finite = {"finite_scales": True, **apart}
+    probes = (
+        probe(40, 96, 672),
+        probe(133, 160, 1312, seed=1, draw=wide),
+        probe(17, 288, 2080, seed=2, schedule="round-robin", **apart),
+        probe(133, 160, 3232, seed=3, delay=True, **apart),
+        probe(70, 160, 672, seed=4, nan=("x", "scale"), **finite),
+        probe(70, 160, 928, seed=5, nan=("w", "scale"), **finite),
+        probe(40, 160, 416, seed=6, nan=("w", "payload"), schedule="run-to-barrier", **apart),
+        probe(40, 96, 672, seed=7, nan=("x", "start"), **apart),
+        probe(40, 96, 672, seed=8, nan=("w", "first scale"), **apart),
+        probe(1100, 160, 416, seed=9, **apart),
+    )
+    config = {"tile_m": 128, "tile_n": 128, "splits": 2}
+    return Case("persistent_split m128 n128", PERSISTENT_SPLIT, config, "bf16", probes)
+
+
 CASES = (
     _gemv(2, 2, 2, 1, "bf16"),
     _gemv(5, 3, 2, 1, "fp32"),
@@ -189,6 +217,7 @@ CASES = (
     _mfma((17, 30), 2, 1, 2, 1, "fp32", odd=0),
     _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
     _mfma_split((17, 30), 2, 2, 3, "bf16", odd=1),
+    _persistent_split(),
 )
 EVERY_CASE: tuple[AnyCase, ...] = (*CASES, *WORKLOAD_CASES)
 
@@ -243,7 +272,8 @@ class Launch:
             "bias": self.bias,
         }
         spec, problem = self.case.spec, self.case.problem(self.probe)
-        shared = {"slots": 4 * spec.counters(GFX950, problem, self.case.config)}
+        shared = dict.fromkeys(_COUNTERS, 4 * spec.counters(GFX950, problem, self.case.config))
+        shared["sums"] = spec.workspace_bytes(GFX950, problem, self.case.config)
         self._shared: dict[str, np.ndarray[Any, Any]] = {}
         addresses, regions, self._memory = [], [], []
         for arg in self.case.module.pointers:
@@ -277,8 +307,8 @@ class Launch:
             AssertionError: the result is wrong.
         """
         self._y[:, self.rows] = _POISON
-        for values in self._shared.values():
-            values[:] = 0
+        for name, values in self._shared.items():
+            values[:] = 0 if name in _COUNTERS else _NAN
         probe, module = self.probe, self.case.module
         options = SimOptions(
             strict,
@@ -296,7 +326,8 @@ class Launch:
         )
         out = torch.from_numpy(np.ascontiguousarray(self._y[:, self.rows])).view(self.dtype)
         assert_close_to_reference(out.squeeze(-1), *self.x, *self.w, self.bias, underflow=2.0**-126)
-        assert not self._shared.get("slots", np.zeros(1)).any(), "sums are left"
+        left = (values for name, values in self._shared.items() if name in _COUNTERS)
+        assert not any(values.any() for values in left), "counters are left"
 
 
 def runs(case: AnyCase, image: bytes) -> Iterator[tuple[Launch | WorkloadLaunch, Program]]:
