@@ -117,7 +117,7 @@ MISTAKES = [
             "load_bias(bias, bias_kind, first)",
             BIASES,
         ),
-        ("far scales not noticed", "return far != 0;", "return false;", FAR),
+        ("far scales not noticed", " " * 8 + "return far != 0;", " " * 8 + "return false;", FAR),
     ),
     *_of(
         *(LINEAR, "wgmma_f16", "linear/wgmma_f16_sm90.cu"),
