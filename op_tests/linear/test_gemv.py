@@ -181,7 +181,7 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
     for M, pdl in product((1, 4), (False, True)):
         problem = LinearProblem(M, N, K, pdl=pdl)
         assert GEMV.yields(target, problem)  # to mma_registers
-        assert bool(GEMV.yields(target, replace(problem, x_dtype="bf16"))) is (M == 4)
+        assert GEMV.yields(target, replace(problem, x_dtype="bf16"))
         if M == 1:
             assert tuple(GEMV.configure(target, problem).values()) == config
     assert GEMV.yields(target, LinearProblem(2, 9216, 6144))

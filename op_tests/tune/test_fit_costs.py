@@ -36,7 +36,7 @@ PROBLEMS = [
         *((64, 17408, 5120, True), (64, 8192, 512, False)),
         *((200, 4096, 4096, False), (900, 1024, 512, False)),
     )
-]
+] + [LinearProblem(M, 2304, 6144, x_dtype="bf16") for M in (4, 8)]
 
 
 @pytest.fixture(params=KERNELS)
