@@ -67,6 +67,9 @@ class CTrace(ctypes.Structure):
         ("words", ctypes.c_void_p),
         ("count", ctypes.c_uint64),
         ("room", ctypes.c_uint64),
+        ("lines", ctypes.c_void_p),
+        ("line_count", ctypes.c_uint64),
+        ("line_room", ctypes.c_uint64),
     ]
 
 
@@ -90,6 +93,7 @@ def trace_words(trace: CTrace) -> bytes:
     free = ctypes.CDLL(None).free
     free.argtypes, free.restype = [ctypes.c_void_p], None
     free(trace.words)
+    free(trace.lines)
     return words
 
 

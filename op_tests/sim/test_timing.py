@@ -157,3 +157,24 @@ def test_launches_of_a_thread_number_their_regions_alike() -> None:
         touched = tuple(place for place, size in enumerate(footprint) if size)
         found.add((tuple(report.trace.region_bytes), touched))
     assert len(found) == 1
+
+
+HALVES = """
+KERNEL(64) rows(const u32* in, u32* out, int words, int steps) {
+    u32 sum = 0;
+    for (int i = 0; i < steps; i++)
+        sum += in[lane_id() / 32 * words + i * 32 + lane_id() % 32];
+    out[lane_id()] = sum;
+}
+"""
+
+
+def test_a_line_that_accesses_share_counts_once() -> None:
+    steps, words = 8, 8 * 32 + 16  # the second row begins in the midst of a line
+    data, out = np.zeros(2 * words, np.uint32), np.zeros(64, np.uint32)
+    loaded = program(HALVES)
+    report = launch(loaded, "rows", 1, 64, [data, out, words, steps], access="rw", options=TRACED)
+    assert report.trace is not None
+    trace = SplitTrace(report.trace)
+    assert sorted(filter(None, trace.footprint())) == [256, 128 * (steps + steps + 1)]
+    assert trace.touched(0) == 128 * (2 * steps + 3)

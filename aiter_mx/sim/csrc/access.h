@@ -59,21 +59,12 @@ INLINE void count_read(Wave* w, u32 instruction, u64 bytes, u32 size) {
         memcpy(launch->first_load + 1, w->group->block_counts, launch->blocks * sizeof(u64));
     }
 }
-static u32 distinct_lines(const u64* address, u64 lanes, u32 size) {
-    enum { SLOTS = 256 };
-    u64 known[SLOTS];
-    u8 used[SLOTS] = {0};
+static u32 new_lines(Trace* trace, u32 region, const u64* offset, u64 lanes, u32 size) {
     u32 count = 0;
     for (; lanes; lanes &= lanes - 1) {
-        u64 first = address[__builtin_ctzll(lanes)], last = first + size - 1;
-        for (u64 line = first / LINE_BYTES; line <= last / LINE_BYTES; line++) {
-            u32 slot = (u32)(line % SLOTS);
-            while (used[slot] && known[slot] != line)
-                slot = (slot + 1) % SLOTS;
-            count += !used[slot];
-            used[slot] = 1;
-            known[slot] = line;
-        }
+        u64 first = offset[__builtin_ctzll(lanes)], last = first + size - 1;
+        for (u64 line = first / LINE_BYTES; line <= last / LINE_BYTES; line++)
+            count += is_new_line(trace, (u64)(region + 1) << 40 | line);
     }
     return count;
 }
@@ -101,9 +92,10 @@ NOINLINE void note_memory(Wave* w, u32 instruction, const u64* address, u32 size
     if (!r)
         return;
     LANES offset[l] = address[l] - r->begin;
-    u32 words[4] = {(u32)(r - w->group->launch->regions) << 16 |
-                        (u32)address_cycles(offset, w->exec),
-                    (u32)((first - r->begin) / LINE_BYTES), distinct_lines(offset, w->exec, size),
+    u32 region = (u32)(r - w->group->launch->regions);
+    u32 words[4] = {COUNTS_NEW_LINES | region << 16 | (u32)address_cycles(offset, w->exec),
+                    (u32)((first - r->begin) / LINE_BYTES),
+                    new_lines(w->trace, region, offset, w->exec, size),
                     size * (u32)__builtin_popcountll(w->exec)};
     note(w->trace, TRACE_MEMORY, instruction, 4, words);
 }

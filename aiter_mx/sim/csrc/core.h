@@ -115,14 +115,19 @@ typedef struct {
 typedef struct Trace {
     u32* words;
     u64 count, room;
+    u64* lines; // a table of those that the workgroup has touched, by region
+    u64 line_count, line_room;
 } Trace;
 enum {
     TRACE_BLOCK,  // the wave enters this basic block
     TRACE_WAVE,   // this wave goes on
     TRACE_GROUP,  // this workgroup begins
-    TRACE_MEMORY, // instruction; then region << 16 | address cycles, first line, lines, bytes
-    TRACE_LDS     // instruction; then bank conflicts
+    // Instruction; then region << 16 | address cycles, first line, lines that the workgroup has not
+    // touched before, bytes.
+    TRACE_MEMORY,
+    TRACE_LDS // instruction; then bank conflicts
 };
+enum { COUNTS_NEW_LINES = 1 << 30 }; // in an access' first word; older traces count all of its own
 enum { FINDINGS = 256 };
 typedef struct {
     u32 count;

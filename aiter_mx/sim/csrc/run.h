@@ -70,6 +70,7 @@ static void begin_group(Group* g, u64 index) {
     memset(g->writer, 0, launch->lds_bytes * sizeof *g->writer);
     memset(g->reader, 0, launch->lds_bytes * sizeof *g->reader);
     note(launch->trace, TRACE_GROUP, (u32)index, 0, NULL);
+    forget_lines(launch->trace);
     for (u32 i = 0; i < g->wave_count; i++)
         begin_wave(g, g->waves[i], i);
     g->turn = 0;

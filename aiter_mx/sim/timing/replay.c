@@ -11,7 +11,10 @@ typedef uint64_t u64;
 
 enum { VALU, MFMA, SALU, SMEM, LDS, LOAD, STORE, SCRATCH, WAIT, BARRIER, BRANCH, NOP, END, KINDS };
 enum { BLOCK, WAVE, GROUP, MEMORY, CONFLICTS };
-enum { SIMDS = 4, SLOT = 4, QUEUE = 64, REGIONS = 64, MISSES = 4096, FIRST_TOUCH = 1u << 31 };
+enum { SIMDS = 4, SLOT = 4, QUEUE = 64, REGIONS = 64, MISSES = 4096 };
+// Of an access' first word: it touches lines that its workgroup has not; its lines are such alone.
+// Older traces say how many lines it touches: those whose lowest was another's lowest are known.
+enum { FIRST_TOUCH = 1u << 31, COUNTS_NEW_LINES = 1 << 30 };
 // What a wave's time goes to.
 enum { ISSUING, ON_MATRIX, ON_ADDRESS, ON_LDS, ON_MEMORY, ON_SCALAR, ON_BARRIER, REASONS };
 
@@ -132,7 +135,10 @@ Trace* trace_split(const Instruction* code, const u32* words, u64 count, u32 gro
             if (kind == MEMORY) {
                 u32 region = copy[1] >> 16 & (REGIONS - 1);
                 trace->addressed[group] += copy[1] & 0xffff;
-                if (is_new(&lines, (u64)(region + 1) << 40 | copy[2])) {
+                int is_first = copy[1] & COUNTS_NEW_LINES
+                                   ? copy[3] > 0
+                                   : is_new(&lines, (u64)(region + 1) << 40 | copy[2]);
+                if (is_first) {
                     trace->footprint[region] += 128.0 * copy[3];
                     trace->touched[group] += 128.0 * copy[3];
                     copy[1] |= FIRST_TOUCH;
