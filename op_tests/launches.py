@@ -17,6 +17,7 @@ from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.registry import kernels_of, key_columns
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.plan import bind_route
+from aiter_mx.sim.report import LaunchReport
 from aiter_mx.target import target_of
 
 GUARD = 256  # bytes before and after a result
@@ -182,3 +183,9 @@ def name_triton(
         text = "".join(",".join(map(str, line)) + "\n" for line in lines)
         (folder / f"{op}.csv").write_text(text)
     monkeypatch.setenv("AITER_MX_CONFIG", str(folder))
+
+
+def most_read(report: LaunchReport) -> int:
+    """Bytes that a workgroup reads at most; 0 where they are not counted."""
+    by_region = (report.group_bytes or {}).values()
+    return max((sum(of_group) for of_group in zip(*by_region, strict=True)), default=0)

@@ -11,12 +11,28 @@ from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.workloads.moe_gemm import sorted_by
 from aiter_mx.workloads.workload import Operands
 from op_tests.far_memory import across
+from op_tests.launches import POISON
 
 Posed: TypeAlias = tuple[Operands, Operands]
 """What a kernel is given, and what its results are judged by, which says what it stands for."""
 
-NAN_PAYLOAD, _NAN_SCALE = 0x7F, 255
+NAN_PAYLOAD, NAN_SCALE = 0x7F, 255
 _LOUD = 512  # times a bias, which else is lost in what sums may be off by
+
+
+def poisoned_rows(results: torch.Tensor) -> torch.Tensor:
+    """Which rows nothing has been written to."""
+    return (results.view(len(results), -1).view(torch.uint8) == poison_of(results)).all(1)
+
+
+def poison_of(results: torch.Tensor) -> int:
+    """The byte that marks what nothing is written to: where it is a scale, NaN."""
+    return NAN_SCALE if results.dtype == torch.uint8 else POISON
+
+
+def nans_of(results: torch.Tensor) -> torch.Tensor:
+    """Which of them are NaN, or which scales say that their block is."""
+    return results == NAN_SCALE if results.dtype == torch.uint8 else results.isnan()
 
 
 def posed(op: str, problem: Any, number: int, drawn: Operands) -> Posed:
@@ -212,7 +228,7 @@ def _wgrad(problem: Any, number: int, operands: Operands) -> Posed:
                                      strict=True):  # fmt: skip
             for payload, scale in ((grad, grad_scale), (x, x_scale)):
                 payload.view(torch.uint8)[:, first + count : end] = NAN_PAYLOAD
-                scale.view(torch.uint8)[:, -(-(first + count) // BLOCK) : end // BLOCK] = _NAN_SCALE
+                scale.view(torch.uint8)[:, -(-(first + count) // BLOCK) : end // BLOCK] = NAN_SCALE
     if number // 2 % 2 == 0:
         return operands, operands
     before = torch.randint(1000, counts.shape).to(counts.dtype)

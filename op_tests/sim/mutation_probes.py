@@ -29,6 +29,7 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 from op_tests.far_memory import Memory
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from op_tests.sim.mutation_past import PastLaunch
 from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase, WorkloadLaunch
 from op_tests.sim.tools import without_preload
 
@@ -102,6 +103,7 @@ class Case:
 
 
 AnyCase: TypeAlias = Case | WorkloadCase
+AnyLaunch: TypeAlias = "Launch | WorkloadLaunch | PastLaunch"
 
 
 def _probes(
@@ -330,7 +332,7 @@ class Launch:
         assert not any(values.any() for values in left), "counters are left"
 
 
-def runs(case: AnyCase, image: bytes) -> Iterator[tuple[Launch | WorkloadLaunch, Program]]:
+def runs(case: AnyCase, image: bytes) -> Iterator[tuple[AnyLaunch, Program]]:
     """The launches of a code object; where waves begin with arguments in registers one more, on
     firmware that does not know of that."""
     program = Program.from_image(image)

@@ -25,8 +25,16 @@ from aiter_mx.target import hardware
 from aiter_mx.trial import Prepared, prepare
 from aiter_mx.workloads import workload_of
 from aiter_mx.workloads.workload import Operands
-from op_tests.launches import POISON, bound
-from op_tests.sim.mutation_operands import NAN_PAYLOAD, posed
+from op_tests.launches import bound, most_read
+from op_tests.sim.mutation_operands import (
+    NAN_PAYLOAD,
+    NAN_SCALE,
+    nans_of,
+    poison_of,
+    poisoned_rows,
+    posed,
+)
+from op_tests.sim.mutation_past import PastLaunch
 
 _SCHEDULES = ("random", "round-robin", "run-to-barrier")
 _MAX_STEPS, _CPU = 1 << 18, torch.device("cpu")
@@ -34,7 +42,6 @@ _PRODUCTS = ("grouped_gemm", "grouped_wgrad", "moe_gemm", "moe_up", "moe_down")
 _ROWS = (*_PRODUCTS, "moe_combine", "group_runs")  # whose results are rows, not all of them written
 _SCALES = ("xs", "ws", "x_scale", "grad_scale")
 _PAYLOADS = ("xq", "wq")
-_NAN_SCALE = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,7 @@ class WorkloadCase:
         config: the kernel's parameters; by default its own choice for the first problem.
         cu_num: compute units that take the work: of few, each has several tiles.
         other_cu_num: of problems by number that more or fewer take.
+        past: a problem whose grid has workgroups beyond the last tile.
         with_nans: numbers of the problems in which blocks of a product have NaN for a scale.
     """
 
@@ -59,6 +67,7 @@ class WorkloadCase:
     cu_num: int = CUS
     with_nans: tuple[int, ...] = (0,)
     other_cu_num: Mapping[int, int] = field(default_factory=dict)
+    past: Problem | None = None
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -72,9 +81,10 @@ class WorkloadCase:
         return self.spec.module
 
     @cached_property
-    def launches(self) -> list[WorkloadLaunch]:
+    def launches(self) -> list[WorkloadLaunch | PastLaunch]:
         """The problems with their data."""
-        return [WorkloadLaunch(self, number) for number in range(len(self.problems))]
+        past = [PastLaunch(self.spec, self.past, self.config or {})] if self.past else []
+        return [*(WorkloadLaunch(self, i) for i in range(len(self.problems))), *past]
 
     @cached_property
     def image(self) -> bytes:
@@ -111,20 +121,23 @@ class WorkloadLaunch:
             seed=number,
             max_steps=_MAX_STEPS,
             finite_scales=has_nans,
+            count_groups=case.op == "quantize",
         )
+        counts = self._options.count_groups
+        self._most_read = most_read(self._prepared.run(self._options)) if counts else 0
         self._left_alone: list[torch.Tensor] | None = None
         self._without_nans: tuple[list[torch.Tensor], torch.Tensor] | None = None
         if case.op in _ROWS:
             run = bound(find_kernel(case.op, "gfx950", "torch", "reference"), _CPU, problem)
             self._poison()
             run(self._operands)
-            self._left_alone = [_poisoned_rows(result) for result in self._results]
+            self._left_alone = [poisoned_rows(result) for result in self._results]
             if has_nans:
                 self._without_nans = self._plant_nans(case, run, number)
 
     def _poison(self) -> None:
         for result in self._results:  # where it is a scale, NaN
-            result.view(torch.uint8).fill_(_poison_of(result))
+            result.view(torch.uint8).fill_(poison_of(result))
 
     def _plant_nans(
         self, case: WorkloadCase, run: Callable[[Operands], None], seed: int
@@ -138,14 +151,14 @@ class WorkloadLaunch:
             for arg, values in zip(case.module.pointers, self._operands, strict=False):
                 if is_planted and arg.name in _SCALES and values is not None:
                     flat = values.view(-1)
-                    flat[torch.randperm(len(flat), generator=draw)[:4]] = _NAN_SCALE
+                    flat[torch.randperm(len(flat), generator=draw)[:4]] = NAN_SCALE
                 elif is_planted and seed and arg.name in payloads and values is not None:
                     values.view(torch.uint8).view(-1, values.shape[-1])[::7, 0] = NAN_PAYLOAD
             for result in self._results:
                 result.view(torch.uint8).zero_()
             run(self._operands)
             found.append([result.clone() for result in self._results])
-        return found[0], _nans(found[1][-1])
+        return found[0], nans_of(found[1][-1])
 
     def run(self, program: Program, strict: bool = True) -> None:
         """Launch and compare.
@@ -155,31 +168,18 @@ class WorkloadLaunch:
             AssertionError: the result is wrong.
         """
         self._poison()
-        replace(self._prepared, program=program).run(replace(self._options, strict=strict))
+        report = replace(self._prepared, program=program).run(replace(self._options, strict=strict))
+        assert most_read(report) <= self._most_read, "a workgroup does what others are to do"
         for result, left_alone in zip(self._results, self._left_alone or (), strict=False):
-            assert _poisoned_rows(result)[left_alone].all(), "a row that is no result is written"
+            assert poisoned_rows(result)[left_alone].all(), "a row that is no result is written"
         if self._without_nans is not None:
             expected, nans = self._without_nans
-            assert torch.equal(_nans(self._results[-1]), nans), "NaN elsewhere"
+            assert torch.equal(nans_of(self._results[-1]), nans), "NaN elsewhere"
             for pair in zip(self._results, expected, strict=True):
                 result, without = (t.view(torch.uint8).view(*nans.shape, -1) for t in pair)
                 result[nans] = without[nans]
         verdict = self._judge(self._operands)
         assert verdict.right, str(verdict)
-
-
-def _poisoned_rows(results: torch.Tensor) -> torch.Tensor:
-    """Which rows nothing has been written to."""
-    return (results.view(len(results), -1).view(torch.uint8) == _poison_of(results)).all(1)
-
-
-def _poison_of(results: torch.Tensor) -> int:
-    return _NAN_SCALE if results.dtype == torch.uint8 else POISON
-
-
-def _nans(results: torch.Tensor) -> torch.Tensor:
-    """Which of them are NaN, or which scales say that their block is."""
-    return results == _NAN_SCALE if results.dtype == torch.uint8 else results.isnan()
 
 
 _dgrad = partial(GroupedGemmProblem, out_dtype="fp32", a_format="e5m2")
@@ -289,7 +289,7 @@ WORKLOAD_CASES = (
         "quantize rows",
         "quantize",
         "rows",
-        (QuantizeProblem(3, 2080), QuantizeProblem(17, 96), QuantizeProblem(1, 4128)),
+        (QuantizeProblem(11, 2080), QuantizeProblem(17, 96), QuantizeProblem(1, 4128)),
     ),
     WorkloadCase(
         "quantize tiles",
@@ -305,6 +305,7 @@ WORKLOAD_CASES = (
             QuantizeProblem(96, 192, to="both"),
         ),
         {"rows": 128, "resident": 2, "steps": 8, "cluster": 1},
+        past=QuantizeProblem((1 << 27) + 128, 32, to="both"),
     ),
     WorkloadCase(
         "group_runs",

@@ -119,9 +119,9 @@ typedef struct Trace {
     u64 line_count, line_room;
 } Trace;
 enum {
-    TRACE_BLOCK,  // the wave enters this basic block
-    TRACE_WAVE,   // this wave goes on
-    TRACE_GROUP,  // this workgroup begins
+    TRACE_BLOCK, // the wave enters this basic block
+    TRACE_WAVE,  // this wave goes on
+    TRACE_GROUP, // this workgroup begins
     // Instruction; then region << 16 | address cycles, first line, lines that the workgroup has not
     // touched before, bytes.
     TRACE_MEMORY,
