@@ -38,6 +38,8 @@ constexpr unsigned kStride = kWaves * kTileK; // k of a step of all waves
 constexpr int kRows = kRowTiles * kSide;
 constexpr int kCols = kMostColTiles * kSide;
 constexpr int kThreads = kWaves * kLanes;
+// Weights are asked for ahead of ids. Held beside more tiles of ids, they would cost workgroups.
+constexpr bool kAhead = kMostColTiles == 1;
 constexpr int kSumPieces = kRowTiles * kMostColTiles * kProductWords * 4 / kPiece;
 constexpr int kWavePieces = kPieces > kSumPieces ? kPieces : kSumPieces; // LDS of a wave
 
@@ -99,6 +101,9 @@ MX_DEVICE ArgsInMemory& loaded_anew() {
     return *(ArgsInMemory*)from;
 }
 
+// First row of w of the workgroup's tile, of which tiles there are the fewest that cover N.
+MX_DEVICE Offset first_feature() { return group_x() * (kActivated ? kRows / 2 : kRows); }
+
 // A lane's loads of a tile's rows in a step of K, past the start of each row.
 struct Place {
     unsigned payload, scales[2]; // offsets, or kNowhere past the end of K
@@ -120,26 +125,71 @@ MX_DEVICE unsigned load_scales(const Buffer& scales, unsigned row_offset, const 
            scales.load_byte(row_offset + place.scales[1]) << 8;
 }
 
-// Consecutive rows of an expert's w.
+// The workgroup's rows of an expert's w, those of the tile in two parts where gate and up rows are
+// halves; none where the expert is not here.
 struct WRows {
+    static constexpr int kParts = kActivated && !kInterleaved ? 2 : 1;
+    static constexpr int kPartTiles = kRowTiles / kParts;
     Buffer payload, scales;
-    unsigned K;
+    unsigned K, to_part; // rows from one part to the other
 
-    MX_MEMBER WRows(const Held& args, Offset first, unsigned rows)
-        : payload(args.wq + first * args.K, rows * args.K),
-          scales(args.ws + first * (args.K / kBlock), rows * (args.K / kBlock)), K(args.K) {}
+    MX_MEMBER WRows(const Held& args, int expert)
+        : WRows(args, (static_cast<Offset>(expert) * args.N + first_row()) * args.K,
+                rows_of(args, expert)) {}
 
-    // first_row: of the part that the tile is in.
-    MX_MEMBER Tile load(int tile, unsigned first_row, int lane, const Place& place) const {
-        Tile loaded;
-        const unsigned first = first_row + tile * kSide, blocks = K / kBlock;
-        loaded.scales = load_scales(scales, (first + lane / 4) * blocks, place);
+    // All tiles of a step.
+    MX_MEMBER void load(Tile (&w)[kRowTiles], int lane, const Place& place) const {
+        const unsigned blocks = K / kBlock;
+        unsigned row_at = lane / 4 % 4 * 4 * K + place.payload, scales_at = lane / 4 * blocks;
+        each<kRowTiles>([&](auto r) {
+            constexpr int tile = r.value;
+            if constexpr (tile > 0) {
+                const unsigned rows =
+                    tile % kPartTiles ? kSide : to_part - (kPartTiles - 1) * kSide;
+                row_at += (rows - (kLoads - 1)) * K;
+                scales_at += rows * blocks;
+            }
+            w[tile].scales = load_scales(scales, scales_at, place);
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-            const unsigned row = first + lane / 4 % 4 * 4 + j;
-            loaded.payload[j] = payload.load_once(row * K + place.payload);
-        }
-        return loaded;
+            for (int j = 0; j < kLoads; ++j) {
+                row_at += j ? K : 0;
+                asm("" : "+v"(row_at)); // else LLVM multiplies for each row, ahead of the first
+                w[tile].payload[j] = payload.load_once(row_at);
+            }
+        });
+    }
+
+  private:
+    static MX_MEMBER Offset first_row() {
+        return kInterleaved ? 2 * first_feature() : first_feature();
+    }
+    // From the first one to the last, those between both parts included.
+    static MX_MEMBER unsigned rows_of(const Held& args, int expert) {
+        const Offset part = args.N / kParts, left = part - first_row();
+        const unsigned last = left < kRows / kParts ? left : kRows / kParts;
+        const bool is_here = static_cast<unsigned>(expert) < static_cast<unsigned>(args.experts);
+        return is_here ? (kParts - 1) * static_cast<unsigned>(part) + last : 0;
+    }
+    // From a byte of w's payload on.
+    MX_MEMBER WRows(const Held& args, Offset at, unsigned rows)
+        : payload(args.wq + at, rows * args.K),
+          scales(args.ws + at / kBlock, rows * static_cast<unsigned>(args.K / kBlock)), K(args.K),
+          to_part(args.N / kParts) {}
+};
+
+// The row of x of routed row t, or -1, and the number of rows of x.
+struct RowOfX {
+    int row;
+    unsigned rows;
+
+    MX_MEMBER RowOfX(const Held& args, int t) : row(t), rows(args.valid_tokens) {
+        if (args.a_div == 1)
+            return;
+        unsigned a_div = args.a_div; // else LLVM prepares for the divisions, needed or not
+        asm volatile("" : "+s"(a_div));
+        row = t < 0 ? -1 : static_cast<unsigned>(t) / a_div;
+        // Divided by vector instructions, it would make descriptors that differ from lane to lane.
+        rows = __builtin_amdgcn_readfirstlane((rows + a_div - 1) / a_div);
     }
 };
 
@@ -151,24 +201,26 @@ struct XRows {
     int rows[ColTiles][kLoads], scale_rows[ColTiles];
 
     // own: the row of x of id `lane` of the chunk.
-    MX_MEMBER XRows(const Held& args, int own, int lane)
-        : payload(args.xq, kWide ? 0 : rows_of_x(args) * static_cast<unsigned>(args.K)),
-          scales(args.xs, kWide ? 0 : rows_of_x(args) * static_cast<unsigned>(args.K / kBlock)),
+    MX_MEMBER XRows(const Held& args, const RowOfX& own, int lane)
+        : payload(args.xq, kWide ? 0 : own.rows * static_cast<unsigned>(args.K)),
+          scales(args.xs, kWide ? 0 : own.rows * static_cast<unsigned>(args.K / kBlock)),
           args(args) {
 #pragma unroll
         for (int c = 0; c < ColTiles; ++c) {
-            scale_rows[c] = of_lane(c * kSide + lane / 4, own);
+            scale_rows[c] = of_lane(c * kSide + lane / 4, own.row);
 #pragma unroll
             for (int j = 0; j < kLoads; ++j)
-                rows[c][j] = of_lane(c * kSide + lane / 4 % 4 * 4 + j, own);
+                rows[c][j] = of_lane(c * kSide + lane / 4 % 4 * 4 + j, own.row);
         }
     }
 
-    // Divided by vector instructions, it would make descriptors that differ from lane to lane.
-    static MX_MEMBER unsigned rows_of_x(const Held& args) {
-        return __builtin_amdgcn_readfirstlane((args.valid_tokens + args.a_div - 1u) / args.a_div);
+    MX_MEMBER void load(Tile (&x)[ColTiles], const Place& place) const {
+#pragma unroll
+        for (int c = 0; c < ColTiles; ++c)
+            x[c] = load(c, place);
     }
 
+  private:
     MX_MEMBER Tile load(int tile, const Place& place) const {
         Tile loaded;
         if constexpr (kWide) {
@@ -201,32 +253,52 @@ struct XRows {
     }
 };
 
-// A chunk of a block as every wave sees it; lane i has the chunk's id i.
-struct Chunk {
-    int expert; // outside 0 .. experts - 1 where it is not here
-    int t;      // routed row, or -1
-    int place;  // in sorted_ids
-};
+// What no workgroup of the launch writes, the same for all lanes.
+MX_DEVICE int load_scalar(const int* from) {
+    return *(const __attribute__((address_space(4))) int*)from;
+}
 
 // Memory tells of a chunk the expert of its block, and the id of each lane.
 struct LookUp {
     int expert, id;
 
     MX_MEMBER LookUp(const Held& args, int block, int first, int lane)
-        : expert(args.expert_ids[block]) {
+        : expert(load_scalar(args.expert_ids + block)) {
         const int in_block = first + lane < args.block_m ? first + lane : args.block_m - 1;
         id = args.sorted_ids[block * args.block_m + in_block];
     }
-    // With another load that all lanes share. Left alone, each is loaded where it is first used.
-    MX_MEMBER void wait_with(int& other) {
-        asm volatile("" : "+v"(expert), "+v"(id), "+v"(other));
-        expert = __builtin_amdgcn_readfirstlane(expert);
-        other = __builtin_amdgcn_readfirstlane(other);
-    }
 };
 
-// First row of w of the workgroup's tile, of which tiles there are the fewest that cover N.
-MX_DEVICE Offset first_feature() { return group_x() * (kActivated ? kRows / 2 : kRows); }
+// A chunk of a block as every wave sees it; lane i has the chunk's id i.
+struct Chunk {
+    int expert; // outside 0 .. experts - 1 where it is not here
+    int t;      // routed row, or -1
+    int place;  // in sorted_ids
+
+    MX_MEMBER Chunk(const Held& args, const LookUp& found, int block, int first, int lane)
+        : expert(found.expert), place(block * args.block_m + first + lane) {
+        // Waited for once, by all lanes: LLVM would wait anew, and for all that is asked for since.
+        int id = found.id;
+        asm volatile("" : "+v"(id));
+        const int row = routed_row(id, args.valid_tokens, args.packed_top_k);
+        t = lane < kCols && first + lane < args.block_m ? row : -1;
+    }
+    MX_MEMBER LaneMask valid() const { return lanes_where(t >= 0); }
+};
+
+// Blocks that are in use, and chunks of all of them. What a division makes of block_m alone is to
+// come where it is needed, not ahead of the first weights.
+MX_DEVICE unsigned blocks_of(const Held& args, int padded) {
+    unsigned block_m = args.block_m;
+    asm volatile("" : "+s"(block_m));
+    const unsigned ids = padded > 0 ? padded : 0, most = args.max_blocks;
+    const unsigned in_use = (ids + block_m - 1) / block_m;
+    return in_use < most ? in_use : most;
+}
+MX_DEVICE unsigned items_of(const Held& args, int padded) {
+    const unsigned chunks = (args.block_m + kCols - 1) / kCols; // of a block
+    return blocks_of(args, padded) * chunks;
+}
 
 // Sum over waves of rows `row` to `row + 3` of w for id m; they are side by side in LDS.
 template <int ColTiles>
@@ -240,31 +312,48 @@ MX_DEVICE f32x4 sum_of_waves(const u32x4 (&lds)[kWaves][kWavePieces], int m, int
     return sum;
 }
 
+// Results of features that follow each other.
+struct alignas(4 * sizeof(Out)) Four {
+    Out of[4];
+
+    MX_MEMBER explicit Four(f32x4 values) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            of[i] = static_cast<Out>(values[i]);
+    }
+};
+
 template <int ColTiles>
 MX_DEVICE void store_features(ArgsInMemory& args, const Chunk& chunk,
                               const u32x4 (&lds)[kWaves][kWavePieces]) {
     const int of_four = thread_in_group() % (kRows / 4) * 4;
     const Offset n = first_feature() + of_four;
     const Offset bias_row = static_cast<Offset>(chunk.expert) * args.N;
-    float added[4];
+    f32x4 added = {};
+    if (args.bias_kind != kNone)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        added[i] = args.bias_kind != kNone && n + i < args.N
-                       ? load_bias(args.bias, args.bias_kind, bias_row + n + i)
-                       : 0.0f;
+        for (int i = 0; i < 4; ++i)
+            if (n + i < args.N)
+                added[i] = load_bias(args.bias, args.bias_kind, bias_row + n + i);
     const int weight_at = args.weights_by_place ? chunk.place : chunk.t;
     const float own_weight = args.weights && chunk.t >= 0 ? args.weights[weight_at] : 1.0f;
+    const bool at_once = args.N % 4 == 0 && reinterpret_cast<Offset>(args.out) % sizeof(Four) == 0;
     group_barrier();
     for (int i = thread_in_group(); i < ColTiles * kSide * kRows / 4; i += kThreads) {
         const int m = i / (kRows / 4);
         const int t = of_lane(m, chunk.t);
         const float weight = bits_to_float(of_lane(m, float_to_bits(own_weight)));
-        const f32x4 sum = sum_of_waves<ColTiles>(lds, m, of_four);
+        const f32x4 values = (sum_of_waves<ColTiles>(lds, m, of_four) + added) * weight;
+        if (t < 0 || n >= args.N)
+            continue;
         Out* out = static_cast<Out*>(args.out) + static_cast<Offset>(t) * args.N + n;
+        if (at_once)
+            *reinterpret_cast<Four*>(out) = Four(values);
+        else
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (t >= 0 && n + j < args.N)
-                store(out + j, args.weights ? (sum[j] + added[j]) * weight : sum[j] + added[j]);
+            for (int j = 0; j < 4; ++j)
+                if (n + j < args.N)
+                    store(out + j, values[j]);
     }
 }
 
@@ -331,40 +420,51 @@ MX_DEVICE void store_zeros(ArgsInMemory& args, const Chunk& chunk) {
     }
 }
 
+// The wave's first steps of w.
+MX_DEVICE void ask(const WRows& rows, Tile (&w)[kUnroll][kRowTiles], int lane) {
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i)
+        rows.load(w[i], lane, Place(lane, wave_in_group() * kTileK + i * kStride, rows.K));
+}
+
 template <int ColTiles>
-MX_DEVICE void compute(const Held& args, const Chunk& chunk, u32x4 (&lds)[kWaves][kWavePieces]) {
+MX_DEVICE void compute(const Held& args, const Chunk& chunk, const WRows& w_rows,
+                       const Tile (&first_w)[kUnroll][kRowTiles],
+                       u32x4 (&lds)[kWaves][kWavePieces]) {
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     const unsigned K = args.K;
-    const Offset first = first_feature(), expert_row = static_cast<Offset>(chunk.expert) * args.N;
-    // Of halves, the second part are the up rows; else both parts are one.
-    constexpr int parts = kActivated && !kInterleaved ? 2 : 1;
-    const Offset part_size = args.N / parts, first_row = kInterleaved ? 2 * first : first;
-    const Offset left = part_size - first_row;
-    const unsigned rows = left < kRows / parts ? left : kRows / parts;
-    constexpr int part_tiles = kRowTiles / parts;
-    const unsigned to_part = (parts - 1) * part_size; // rows
-    const WRows w_rows(args, expert_row + first_row, to_part + rows);
-    const int x_row = chunk.t < 0 ? -1 : static_cast<unsigned>(chunk.t) / args.a_div;
-    const XRows<ColTiles> x_rows(args, x_row, lane);
+    const XRows<ColTiles> x_rows(args, RowOfX(args, chunk.t), lane);
 
     f32x4 sums[kRowTiles][ColTiles] = {};
     NanNotes w_nans[kRowTiles], x_nans[ColTiles];
-    for (unsigned k = wave * kTileK; k < K; k += kUnroll * kStride) {
-        Tile w[kUnroll][kRowTiles], x[kUnroll][ColTiles];
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
-            const Place place(lane, k + i * kStride, K);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-                w[i][r] = w_rows.load(r % part_tiles, r / part_tiles * to_part, lane, place);
-#pragma unroll
-            for (int c = 0; c < ColTiles; ++c)
-                x[i][c] = x_rows.load(c, place);
-        }
+    const auto multiply = [&](const Tile(&w)[kUnroll][kRowTiles],
+                              const Tile(&x)[kUnroll][ColTiles]) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)
             multiply_step(lds[wave], w[i], x[i], lane, transpose, sums, w_nans, x_nans);
+    };
+    unsigned k = wave * kTileK;
+    int later = lane;
+    if constexpr (kAhead) {
+        Tile x[kUnroll][ColTiles];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i)
+            x_rows.load(x[i], Place(lane, k + i * kStride, K));
+        multiply(first_w, x);
+        k += kUnroll * kStride;
+        // What later steps alone need is not made, nor held, ahead of the first.
+        asm volatile("" : "+v"(later));
+    }
+    for (; k < K; k += kUnroll * kStride) {
+        Tile w[kUnroll][kRowTiles], x[kUnroll][ColTiles];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) { // a step past the end of K loads zeros
+            const Place place(later, k + i * kStride, K);
+            w_rows.load(w[i], later, place);
+            x_rows.load(x[i], place);
+        }
+        multiply(w, x);
     }
     const auto place = [](int r, int c, int g, int column) {
         return (r * ColTiles + c) * kLanes + column * 4 + g;
@@ -385,45 +485,56 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     const Held args(loaded_anew());
     MX_LDS u32x4 lds[kWaves][kWavePieces];
     const int lane = thread_in_group() % kLanes;
-    const int chunks = (args.block_m + kCols - 1) / kCols; // of a block
 
-    // Looked up under the supposition that it is in use and a first chunk, as most are.
-    const long first_item = group_y();
-    int block = first_item < args.max_blocks ? first_item : 0, first = 0;
-    LookUp found(args, block, first, lane);
-    int padded = *args.post_padded;
-    found.wait_with(padded);
-    const int in_use = (padded + args.block_m - 1) / args.block_m;
-    const int blocks = in_use < args.max_blocks ? in_use : args.max_blocks;
+    // Looked up under the supposition that it is in use and a first chunk, as most are. The block's
+    // expert is there before its ids, and weights are asked for at once.
+    const unsigned own = group_y(), most_blocks = args.max_blocks;
+    const int own_block = own < most_blocks ? own : 0;
+    LookUp found(args, own_block, 0, lane);
+    const int padded = load_scalar(args.post_padded);
+    const bool is_used = own < most_blocks && own_block * args.block_m < padded;
+    // Such a workgroup may have a later chunk.
+    if (!is_used && own >= items_of(args, padded))
+        return;
+    Tile w[kUnroll][kRowTiles];
+    WRows w_rows(args, is_used ? found.expert : -1);
+    if constexpr (kAhead)
+        ask(w_rows, w, lane);
+    finish_before_next();
 
+    Chunk chunk(args, found, own_block, 0, lane);
+    LaneMask valid = is_used ? chunk.valid() : 0;
     bool lds_in_use = false;
-    for (long item = first_item; item < static_cast<long>(blocks) * chunks; item += args.groups_y) {
-        if (item != first_item || item >= blocks) {
-            block = item % blocks;
-            first = item / blocks * kCols;
-            found = LookUp(args, block, first, lane);
-            found.wait_with(padded);
+    unsigned step = is_used ? args.groups_y : 0; // to the next item
+    for (unsigned item = own;;) {
+        if (valid != 0) {
+            const Held sums_of = kMostColTiles < 4 ? args : Held(loaded_anew());
+            if (chunk.expert < 0 || chunk.expert >= args.experts)
+                store_zeros(loaded_anew(), chunk);
+            else if (kMostColTiles == 1 || valid >> kSide == 0)
+                compute<1>(sums_of, chunk, w_rows, w, lds);
+            else if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
+                compute < kMostColTiles<2 ? kMostColTiles : 2>(sums_of, chunk, w_rows, w, lds);
+            else
+                compute<kMostColTiles>(sums_of, chunk, w_rows, w, lds);
+            lds_in_use = true;
         }
-        Chunk chunk;
-        chunk.expert = found.expert;
-        chunk.place = block * args.block_m + first + lane;
-        chunk.t = -1;
-        if (lane < kCols && first + lane < args.block_m)
-            chunk.t = routed_row(found.id, args.valid_tokens, args.packed_top_k);
-        const LaneMask valid = lanes_where(chunk.t >= 0);
-        if (valid == 0)
-            continue;
+        item += step;
+        step = args.groups_y;
+        const unsigned blocks = blocks_of(args, padded), items = items_of(args, padded);
+        for (valid = 0;; item += args.groups_y) {
+            if (item >= items)
+                return;
+            const int block = item % blocks, first = item / blocks * kCols;
+            chunk = Chunk(args, LookUp(args, block, first, lane), block, first, lane);
+            valid = chunk.valid();
+            if (valid != 0)
+                break;
+        }
+        w_rows = WRows(args, chunk.expert);
+        if constexpr (kAhead)
+            ask(w_rows, w, lane);
         if (lds_in_use)
             group_barrier();
-        lds_in_use = true;
-        const Held sums_of = kMostColTiles < 4 ? args : Held(loaded_anew());
-        if (chunk.expert < 0 || chunk.expert >= args.experts)
-            store_zeros(loaded_anew(), chunk);
-        else if (kMostColTiles == 1 || valid >> kSide == 0)
-            compute<1>(sums_of, chunk, lds);
-        else if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
-            compute < kMostColTiles<2 ? kMostColTiles : 2>(sums_of, chunk, lds);
-        else
-            compute<kMostColTiles>(sums_of, chunk, lds);
     }
 }
