@@ -126,6 +126,8 @@ def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
     x, x_scale, w, w_scale, ids, experts, used, _, bias, _, _ = operands
     assert ids is not None and experts is not None and used is not None
     assert x is not None and x_scale is not None and w is not None and w_scale is not None
+    if problem.activation != "none" and number in (2, 4):  # what 2^128 makes of w stays finite
+        x_scale.copy_((x_scale.int() - 32).clamp(min=0).to(x_scale.dtype))
     if bias is not None:
         _raise(bias)
         of_x = dequantize_block_scaled(x, as_scale_bytes(x_scale), torch.float64).norm(dim=-1)
@@ -135,6 +137,8 @@ def _moe_gemm(problem: Any, number: int, operands: Operands) -> Posed:
     if problem.E > _MANY_EXPERTS:
         experts = torch.arange(problem.M).clamp(max=problem.E - 1)[:, None]
         operands[4:8] = sorted_by(problem, experts)
+        if number > 6 and (used := operands[6]) is not None:
+            used[0] -= problem.block_m
     elif number % 4 == 1:
         experts[0], experts[1] = -1, problem.E
         used[0] -= problem.block_m // 2

@@ -243,8 +243,10 @@ WORKLOAD_CASES = (
             MoeGemmProblem(56, 37, 96, 40, 1, 32, "bf16", bias="fp16", weights="by_t"),
             MoeGemmProblem(9, 37, 96, 3, 2, 32, "bf16", ids="aiter", weights="by_place"),
             MoeGemmProblem(7, 37, 96, 3, 2, 16, "bf16", bias="fp16"),
+            MoeGemmProblem(40, 44, 608, 40, 1, 16, "bf16"),
         ),
         {"row_tiles": 2, "col_tiles": 1, "waves": 2, "unroll": 1},
+        other_cu_num={7: 1},
     ),
     WorkloadCase(
         "moe_gemm activated t4 c1 w2 u1",
@@ -259,9 +261,11 @@ WORKLOAD_CASES = (
             MoeGemmProblem(9, 128, 128, 3, 3, 32, "mxfp8", "silu", ids="aiter", a_div=3),
             MoeGemmProblem(7, 64, 128, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
             MoeGemmProblem(16, 512, 1344, 3, 2, 16, "mxfp8", "silu", bias="bf16", a_div=2),
+            MoeGemmProblem(40, 64, 640, 40, 1, 16, "mxfp8", "silu"),
         ),
         {"row_tiles": 4, "col_tiles": 1, "waves": 2, "unroll": 1},
-        with_nans=(0, 7),
+        with_nans=(0, 2, 4, 7),
+        other_cu_num={8: 1},
     ),
     WorkloadCase(
         "moe_combine k3",

@@ -143,10 +143,12 @@ def test_code_that_no_probe_reaches_is_known() -> None:
     known = reached(case)
     left = [i for i in range(len(listing(case))) if i not in known]
     assert 0 in known and 0 < len(left) < 0.2 * len(listing(case))
-    mutant = Mutant(case.name, "opcode", left[5], "", listing(case)[left[5]].text, "", (0,))
+    begin = next(i for i in left if i - 1 in known and known.isdisjoint(range(i, i + 6)))
+    text = listing(case)[begin + 5].text
+    mutant = Mutant(case.name, "opcode", begin + 5, "", text, "", (0,))
     found = reason_of(Outcome(mutant, "", UNREACHED), reasons())
     assert found is not None and found.unreached
-    assert first_unreached(mutant) == left[0]
+    assert first_unreached(mutant) == begin
 
 
 @pytest.mark.parametrize(
