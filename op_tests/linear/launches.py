@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 import aiter_mx
@@ -14,8 +15,8 @@ from aiter_mx.target import target_of
 from aiter_mx.timing import random_mx as random_mx_there
 from op_tests.conformance import DTYPES, NAMES
 from op_tests.launches import Out, bound, launch
-from op_tests.linear.operands import Operands
-from op_tests.mx_reference import random_mx
+from op_tests.linear.operands import Operands, operands
+from op_tests.mx_reference import assert_close_to_reference, random_mx
 
 
 def launch_linear(
@@ -38,6 +39,26 @@ def launch_linear(
     tensors = (*arguments, bias, Out((M, N), dtype))
     (out,) = launch(kernel, device, problem, config, tensors, cu_num)
     return out
+
+
+def assert_same_bits_whoever_ends_last(
+    kernel: KernelSpec,
+    config: Config,
+    shape: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    cu_num: int | None = None,
+) -> None:
+    """In the simulator, in several orders, with caches apart and not; for M, N, K and a bias."""
+    drawn, bias = operands(*shape, 7), torch.randn(shape[1])
+    runs = []
+    for seed in range(4):
+        monkeypatch.setenv("AITER_MX_SIM_COHERENCE", str(seed % 2))
+        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
+        with aiter_mx.simulate("gfx950"):
+            device = torch.device("cpu")
+            runs.append(launch_linear(kernel, device, config, drawn, bias, torch.float32, cu_num))
+    assert_close_to_reference(runs[0], *drawn, bias)
+    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
 
 
 def launch_beyond_4_gib(

@@ -19,7 +19,7 @@ from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
-from op_tests.linear.launches import launch_linear
+from op_tests.linear.launches import assert_same_bits_whoever_ends_last
 from op_tests.linear.operands import operands
 from op_tests.mx_reference import assert_close_to_reference
 
@@ -37,15 +37,7 @@ SHAPES = [
 def test_whoever_comes_last_the_bits_are_the_same(
     M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn, bias = operands(M, N, K, 7), torch.randn(N)
-    runs = []
-    for seed in range(4):
-        monkeypatch.setenv("AITER_MX_SIM_COHERENCE", str(seed % 2))
-        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-        with aiter_mx.simulate("gfx950"):
-            runs.append(launch_linear(MFMA_SPLIT, CPU, CONFIG, drawn, bias, torch.float32, 8))
-    assert_close_to_reference(runs[0], *drawn, bias)
-    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+    assert_same_bits_whoever_ends_last(MFMA_SPLIT, CONFIG, (M, N, K), monkeypatch, 8)
 
 
 def test_a_launch_leaves_its_slots_as_it_found_them() -> None:

@@ -20,7 +20,7 @@ from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT, PERSISTENT_SPL
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.target import hardware
 from aiter_mx.trial import prepare
-from op_tests.linear.launches import launch_linear
+from op_tests.linear.launches import assert_same_bits_whoever_ends_last, launch_linear
 from op_tests.linear.operands import operands
 from op_tests.mx_reference import assert_close_to_reference
 
@@ -48,15 +48,7 @@ def test_all_tiles_of_a_linear_are_dealt_once(
 def test_whoever_begins_last_the_bits_are_the_same(
     M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn, bias = operands(M, N, K, 7), torch.randn(N)
-    runs = []
-    for seed in range(4):
-        monkeypatch.setenv("AITER_MX_SIM_COHERENCE", str(seed % 2))
-        monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
-        with aiter_mx.simulate("gfx950"):
-            runs.append(launch_linear(PERSISTENT_SPLIT, CPU, SMALL, drawn, bias, torch.float32))
-    assert_close_to_reference(runs[0], *drawn, bias)
-    assert all(torch.equal(runs[0].view(torch.int32), run.view(torch.int32)) for run in runs)
+    assert_same_bits_whoever_ends_last(PERSISTENT_SPLIT, SMALL, (M, N, K), monkeypatch)
 
 
 def test_a_launch_leaves_its_counts_as_it_found_them() -> None:
