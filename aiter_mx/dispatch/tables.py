@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,12 @@ class Rows:
     """The rows of an op's tables for one architecture, by key, those of later tables last."""
 
     def __init__(self, op: str, arch: str, files: Sequence[Path]) -> None:
-        self._lines: dict[Key, dict[int | None, tuple[_Form, int, tuple[str, ...]]]] = {}
-        self._taken: dict[tuple[Path, int], Row] = {}
-        self.keys = self._lines.keys()
+        self._lines: list[Line] = []
+        self._forms: list[_Form] = []  # how each of them reads
+        # Numbers and no rows, as Python's garbage collector does not look into dicts of those.
+        self._places: dict[Key, dict[int | None, int]] = {}
+        self._taken: dict[int, Row] = {}
+        self.keys = self._places.keys()
         for path in files:
             columns, lines = _proven(path)
             gfx_at, cu_num_at = columns.index("gfx"), columns.index("cu_num")
@@ -120,25 +124,28 @@ class Rows:
             if not mine:
                 continue
             form = _form(path, columns, op, 1)
-            found = zip(form.keys([cells for *_, cells in mine]), mine, strict=True)
-            for key, (_, number, cells) in found:
+            keyed = zip(form.keys([cells for *_, cells in mine]), mine, strict=True)
+            for place, (key, (_, _, cells)) in enumerate(keyed, start=len(self._lines)):
+                if key not in self._places:
+                    self._places[key] = {}
                 cu_num = int(cells[cu_num_at]) if cells[cu_num_at] else None
-                self._lines.setdefault(key, {})[cu_num] = form, number, cells
+                self._places[key][cu_num] = place
+            self._lines += mine
+            self._forms += [form] * len(mine)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._lines)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._places)
 
     def cu_nums(self, key: Key) -> list[int | None]:
         """Compute units that the rows with this key are for."""
-        return list(self._lines.get(key, ()))
+        return list(self._places.get(key, ()))
 
     def problems(self) -> list[Problem]:
         """What there are rows for."""
-        firsts = (next(iter(lines.values())) for lines in self._lines.values())
-        return [form.row(number, cells).problem for form, number, cells in firsts]
+        return [self._row(next(iter(of_key.values()))).problem for of_key in self._places.values()]
 
     def find(self, key: Key, cu_num: int) -> Row | None:
         """The row that wins for a key: one for this very CU count, else one for any; the last.
@@ -146,15 +153,18 @@ class Rows:
         Raises:
             TableError: its kernel does not cover its shape.
         """
-        lines = self._lines.get(key)
-        line = (lines.get(cu_num) or lines.get(None)) if lines else None
-        return None if line is None else self._take(*line)
+        of_key = self._places.get(key, {})
+        place = of_key.get(cu_num, of_key.get(None))
+        return None if place is None else self._take(place)
 
-    def _take(self, form: _Form, number: int, cells: Sequence[str]) -> Row:
-        place = (form.path, number)
+    def _row(self, place: int) -> Row:
+        _, number, cells = self._lines[place]
+        return self._forms[place].row(number, cells)
+
+    def _take(self, place: int) -> Row:
         if place not in self._taken:
-            row = form.row(number, cells)
-            if not _is_shipped(form.path):
+            row = self._row(place)
+            if not _is_shipped(self._forms[place].path):
                 _refuse_uncovered(row)
             self._taken[place] = row
         return self._taken[place]
@@ -291,31 +301,40 @@ class _Form:
 
         Cells are read once for each text that a column has: of 100,000 rows most are alike.
         """
-        columns = dict(zip(self.at, zip(*(cells for *_, cells in lines), strict=True), strict=True))
+        rows = [cells for *_, cells in lines]
+        choice_of = itemgetter(*(self.at[name] for name in ("gfx", *CHOICE)))
         try:
-            for choice in set(zip(*(columns[name] for name in ("gfx", *CHOICE)), strict=True)):
+            for choice in set(map(choice_of, rows)):
                 self._choice(*choice)
             for name, read in READERS.items():
-                for text in set(columns.get(name, ())):
+                for text in set(self._texts(name, rows)):
                     read(text)
-            names = [name for name in self.key_columns if name in columns]
-            for key in set(zip(*(columns[name] for name in names), strict=True)):
-                self._problem(dict(zip(names, key, strict=True)))
+            for key in set(self.keys(rows)):
+                self.type(**dict(zip(self.key_columns, key, strict=True)))
         except ValueError:
             for _, number, cells in lines:
                 self.row(number, cells)
             raise
 
-    def keys(self, lines: Sequence[Sequence[str]]) -> Iterator[Key]:
+    def keys(self, rows: Sequence[Sequence[str]]) -> Iterator[Key]:
         """What lines are for, all at once."""
-        return zip(*(self._values(name, lines) for name in self.key_columns), strict=True)
+        return zip(*(self._values(name, rows) for name in self.key_columns), strict=True)
 
-    def _values(self, name: str, lines: Sequence[Sequence[str]]) -> Sequence[Any]:
-        if name not in self.at:
-            return [self.defaults[name]] * len(lines)
-        texts = [cells[self.at[name]] for cells in lines]
-        read: dict[str, Any] = {text: field_value(self.type, name, text) for text in set(texts)}
+    def _values(self, name: str, rows: Sequence[Sequence[str]]) -> Sequence[Any]:
+        if name not in self.at and name in self.defaults:
+            return [self.defaults[name]] * len(rows)
+        texts = self._texts(name, rows)
+        read = {text: self._value(name, text) for text in set(texts)}
         return [read[text] for text in texts]
+
+    def _texts(self, name: str, rows: Sequence[Sequence[str]]) -> Sequence[str]:
+        """A column, empty where the table does not have it."""
+        return [*map(itemgetter(self.at[name]), rows)] if name in self.at else [""] * len(rows)
+
+    def _value(self, name: str, text: str) -> Any:
+        if not text:
+            raise ValueError(f"key column {name!r} is missing or empty")
+        return field_value(self.type, name, text)
 
     def row(self, number: int, cells: Sequence[str]) -> Row:
         """One line, checked but for whether the kernel covers its shape."""
@@ -351,13 +370,8 @@ class _Form:
 
     def _problem(self, cells: Mapping[str, str]) -> Problem:
         """A line's problem; a column that its table does not have at all is at its default."""
-        values = {}
-        for name in self.key_columns:
-            if cells.get(name):
-                values[name] = field_value(self.type, name, cells[name])
-            elif name in cells or name not in self.defaults:
-                raise ValueError(f"key column {name!r} is missing or empty")
-        return self.type(**values)
+        told = (name for name in self.key_columns if name in cells or name not in self.defaults)
+        return self.type(**{name: self._value(name, cells.get(name, "")) for name in told})
 
 
 _forms = cache(_Form)
