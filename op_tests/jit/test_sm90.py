@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from aiter_mx.jit.build import build, csrc_dir
+from aiter_mx.jit import build as builds
+from aiter_mx.jit.build import BuildRequest, build, csrc_dir
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.moe_align import MoeAlignProblem
@@ -45,6 +48,19 @@ MOST_STACK = {  # bytes of a thread
     "moe/wgmma_f16_sm90.cu": 8,
 }
 FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE of .nv.info: a symbol, and the bytes of its frame
+# An instruction has 128 bits. As nvdisasm shows it, B2R.RESULT takes a barrier's answer to a
+# register and to a predicate: the opcode, the bits that name these two, and the names of none.
+B2R, REGISTER, NO_REGISTER, PREDICATE, NO_PREDICATE = 0x31C, 16, 0xFF, 64 + 17, 7
+ASKS_FOR_NOTHING = r"""
+extern "C" __global__ void aiter_mx_asks(int* answer) {
+    int any;
+    asm volatile("{.reg .pred own, any; setp.ne.u32 own, %1, 0;"
+                 "barrier.cta.red.or.pred any, 1, 64, own; selp.u32 %0, 1, 0, any;}"
+                 : "=r"(any) : "r"(threadIdx.x) : "memory");
+    if (USED)
+        answer[threadIdx.x] = any;
+}
+"""
 
 
 def launches() -> dict[str, tuple[Module, Problem, Config]]:
@@ -74,19 +90,29 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
     for config in WGMMA_FP8_TILED.candidates(SM90, tiled):
         name = "linear/wgmma_fp8_sm90.cu in tiles " + "x".join(map(str, config.values()))
         found[name] = (module, tiled, config)
+    # CTAs of which one warpgroup multiplies and stores what it comes to.
+    narrow, module = LinearProblem(65, 2304, 6144), WGMMA_BF16.module
+    assert module is not None
+    for pairs in (0, 66):
+        config = {"tile_m": 96, "tile_n": 64, "split": 1, "pairs": pairs}
+        found[f"linear/wgmma_bf16_sm90.cu of {pairs} pairs"] = (module, narrow, config)
     return found
+
+
+def sections(image: bytes, prefix: bytes) -> Iterator[tuple[int, int]]:
+    """Where those of a cubin begin and end whose names begin so."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", image, 0x3A)
+    found = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
+    names = found[of_names][4]
+    for name, _, _, _, at, length in found:
+        if image.startswith(prefix, names + name):
+            yield at, at + length
 
 
 def frames(image: bytes) -> Iterator[int]:
     """Bytes of stack of each function of a cubin."""
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    size, count, of_names = struct.unpack_from("<HHH", image, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
-    names = sections[of_names][4]
-    for name, _, _, _, at, length in sections:
-        if not image.startswith(b".nv.info\0", names + name):
-            continue
-        end = at + length
+    for at, end in sections(image, b".nv.info\0"):
         while at < end:
             form, attribute, value = struct.unpack_from("<BBH", image, at)
             at += 4
@@ -96,6 +122,16 @@ def frames(image: bytes) -> Iterator[int]:
                 at += value
 
 
+def answers(image: bytes) -> Iterator[bool]:
+    """Of each time that a barrier's answer is taken, whether it goes anywhere."""
+    for at, end in sections(image, b".text."):
+        for instruction in range(at, end, 16):
+            word = int.from_bytes(image[instruction : instruction + 16], "little")
+            if word & 0xFFF == B2R:
+                register, predicate = word >> REGISTER & 0xFF, word >> PREDICATE & 7
+                yield (register, predicate) != (NO_REGISTER, NO_PREDICATE)
+
+
 @pytest.mark.parametrize("source", launches())
 def test_a_source_for_hopper_compiles_and_spills_nothing(source: str) -> None:
     module, problem, config = launches()[source]
@@ -103,6 +139,24 @@ def test_a_source_for_hopper_compiles_and_spills_nothing(source: str) -> None:
     found = [*frames(image)]
     assert found, "no .nv.info that says what functions have of stack"
     assert max(found) <= MOST_STACK.get(source, MOST_STACK.get(source.split()[0], 0))
+
+
+@pytest.mark.parametrize("source", launches())
+def test_no_barrier_is_waited_at_again_for_its_answer(source: str) -> None:
+    """As ptxas may where the answer is used. In a loop whose rounds differ from warp to warp that
+    is an illegal instruction, or never ends."""
+    module, problem, config = launches()[source]
+    assert all(answers(build(module_request(module, SM90, problem, config)).image))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_answers_that_go_nowhere_are_seen(
+    used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks.cu").write_text(ASKS_FOR_NOTHING)
+    monkeypatch.setattr(builds, "csrc_dir", lambda: tmp_path)
+    image = build(BuildRequest("asks.cu", "sm_90a", (("USED", used),))).image
+    assert [*answers(image)] == [bool(used)]
 
 
 def test_no_source_for_hopper_is_left_out() -> None:
