@@ -57,6 +57,16 @@ def test_rows_of_the_next_power_of_two_and_of_silu_stand_in() -> None:
     assert nearest == [(4, "swiglu_oai"), (3, "silu"), (4, "silu")]
 
 
+@pytest.mark.parametrize("K", [1440, 2880])
+@pytest.mark.parametrize("M", [2, 8, 16])
+def test_lists_in_blocks_of_64_have_the_tiles_of_tables_where_k_is_uneven(M: int, K: int) -> None:
+    """Tables have blocks as layers make them, of 16 ids for few rows an expert."""
+    tabled = MoeGemmProblem(M, 2880, K, 128, 4, 16, "fp32", weights="by_t")
+    chosen, own = (route("moe_gemm", SM90, replace(tabled, block_m=b)) for b in (64, 16))
+    assert chosen.source == "envelope" != own.source
+    assert (chosen.kernel, chosen.config) == (own.kernel, own.config)
+
+
 def test_wgmma_f16_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
     first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
     few = ((400, 24, 4), (400, 48, 6))

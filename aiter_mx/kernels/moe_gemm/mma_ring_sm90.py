@@ -118,11 +118,12 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
     # them still leave an expert chosen at random within them.
     few = (1, 2) if is_uneven else (2,)
     col_tiles = next((c for c in few if rows <= 5 * c or most_cols <= c), 4)
-    row_tiles = 4 if is_uneven or problem.activation != "none" else 3
-    if problem.K >= 16 * CHUNK:
+    plain, is_long = problem.activation == "none", problem.K >= 16 * CHUNK
+    row_tiles = 3 if plain and not (is_uneven and is_long) else 4
+    if is_long:
         shapes = [(row_tiles, 8, 2, 1), (row_tiles, 4, 2, 2), (4, 8, 2, 1), (2, 4, 2, 2)]
         tiles = min(problem.routed, problem.E) * -(-problem.N // (row_tiles * 16))
-        if problem.activation != "none":
+        if not plain:
             if tiles <= target.cu_num:  # two workgroups for each block of features, or four
                 shapes = [(2, 6, 2, 2), (2, 8, 2, 2), *shapes, (1, 8, 2, 2)]
             elif _rounds(tiles, 2 * target.cu_num) * 2 <= _rounds(tiles, target.cu_num):
@@ -131,6 +132,8 @@ def _preferred(target: Target, problem: MoeGemmProblem) -> list[Config]:
             shapes.insert(0, (row_tiles, 12, 2, 1))
         elif tiles <= 2 * target.cu_num:
             shapes.insert(0, (row_tiles, 6, 2, 2))
+        if plain and is_uneven and col_tiles == 1 and problem.num_experts in (0, problem.E):
+            shapes.insert(0, (3, 6, 2, 2))  # of all experts' few rows, as tables have it
     else:
         shapes = [(row_tiles, 2, 3, 4), (row_tiles, 2, 2, 4), (row_tiles, 2, 2, 3), (2, 2, 2, 4)]
     shapes += [(row_tiles, 2, 2, 2), (row_tiles, 1, 2, 4), (row_tiles, 1, 2, 2), (4, 1, 2, 1)]
