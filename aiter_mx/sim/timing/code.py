@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from aiter_mx.sim.matrix import passes_of
 from aiter_mx.sim.report import instruction_class
@@ -64,6 +65,7 @@ def costs(texts: Sequence[str]) -> list[Cost]:
     return [_cost(text) for text in texts]
 
 
+@lru_cache(1 << 16)
 def _cost(text: str) -> Cost:
     name = text.split()[0]
     if name == "s_waitcnt":
