@@ -76,9 +76,9 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_importing_is_quick_and_does_nothing():
-    found = json.loads(run(sys.executable, "-c", IMPORT, cwd=CHECKOUT))
-    assert found.pop("seconds") < 0.2
-    assert found == {
+    runs = [json.loads(run(sys.executable, "-c", IMPORT, cwd=CHECKOUT)) for _ in range(3)]
+    assert min(found.pop("seconds") for found in runs) < 0.2  # others may use the machine meanwhile
+    assert runs[0] == {
         "heavy": [],
         "environment": True,
         "path": True,

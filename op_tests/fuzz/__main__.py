@@ -120,7 +120,7 @@ def save(arch: str | None, seed: str, made: Counter[str], wrong: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 when there are findings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, help="60, or as long as the calls take")
     parser.add_argument("--calls", type=int, help="at most so many")
     parser.add_argument("--seed", default=str(int(time.time())), help="of all calls, or S/N")
     parser.add_argument("--arch", choices=["gfx950"], help="simulate it")
@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true", help="keep the counts in docs/measured")
     options = parser.parse_args(arguments)
     with aiter_mx.simulate(options.arch) if options.arch else nullcontext():
-        made, findings = run(options.seed, options.seconds, options.calls, options.ops)
+        seconds = options.seconds or (60 if options.calls is None else float("inf"))
+        made, findings = run(options.seed, seconds, options.calls, options.ops)
     for op, calls in sorted(made.items()):
         print(f"{calls:7} {op}")
     print(f"{made.total():7} calls by seed {options.seed}, {len(findings)} wrong")

@@ -68,9 +68,9 @@ def test_the_op_takes_the_gemv_where_a_table_names_it(
     monkeypatch.setattr(_plans, "by_call", {})
     assert aiter_mx.explain("linear", M=M, N=N, K=K, arch=target.arch).kernel == "gemv"
     aiter_mx.linear(*arguments)
-    start = time.perf_counter()
+    start = time.process_time()  # of all threads: others may use the machine meanwhile
     out = aiter_mx.linear(*arguments).cpu()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert_close_to_reference(out, *drawn)
     assert seconds < 1, f"a decode shape took {seconds:.2f} s after its translation"
 
