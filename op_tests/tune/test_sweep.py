@@ -279,6 +279,6 @@ def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
         subprocess.Popen(script, env={**environment, "MASTER_PORT": port, "RANK": str(rank)})
         for rank in range(2)
     ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
     assert len(read_rows(table, "linear")) == len(PROBLEMS)
     assert {path.name for path in tmp_path.iterdir()} == FILES
