@@ -190,8 +190,8 @@ def decide(
             are candidates too; this one's is added.
         bench: a ``ModelBench``.
         candidates: the first is what dispatch takes where no table decides.
-        incumbent: what the table names so far; it is tried too, and stays unless what would take
-            its place is no slower, and ahead in four of five draws.
+        incumbent: what the table names so far; it is tried too, and stays unless the usual is
+            faster, or what would take its place is no slower, and ahead in four of five draws.
         rules: which are hopeless, out at first look, and too little faster.
     """
     assert isinstance(bench, ModelBench)
@@ -223,8 +223,8 @@ def decide(
             continue
         order = sorted(running, key=lambda candidate: running[candidate])
         best = next(c for c in order if c == usual or beats(bench, c, usual, rules.margin))
-        if incumbent in running and not beats(bench, best, incumbent, 0.0):
-            best = incumbent
+        if incumbent in running and running[incumbent] <= running[usual]:
+            best = best if beats(bench, best, incumbent, 0.0) else incumbent
         if running[best] > (1 + rules.margin) * min(alike.values(), default=inf):
             best = order[0]  # else more rows would take less
         try:

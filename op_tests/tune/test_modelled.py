@@ -166,6 +166,9 @@ def test_a_row_stays_where_what_would_replace_it_is_slower(
     bench = FakeBench(us=us | {held: 9.9}, late={THIRD: 1.5})  # in a quarter of the draws
     outcome = decide({}, bench, candidates, held, RULES)
     assert outcome.chosen is not None and outcome.chosen.candidate == held
+    slower = FakeBench(us=us | {held: 10.1}, late={candidates[0]: 1.5})
+    outcome = decide({}, slower, candidates, held, RULES)
+    assert outcome.chosen is not None and outcome.chosen.candidate == candidates[0]
     failing = FakeBench(us=us, wrong=(held,))
     outcome = decide({}, failing, candidates, held, RULES)
     assert outcome.chosen is not None and outcome.chosen.candidate == candidates[0]
