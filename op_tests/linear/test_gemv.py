@@ -185,7 +185,8 @@ def test_hopper_takes_what_was_fastest_there_and_yields_where_it_lost(
         if M == 1:
             assert tuple(GEMV.configure(target, problem).values()) == config
     assert GEMV.yields(target, LinearProblem(2, 9216, 6144))
-    assert not GEMV.yields(target, LinearProblem(16, 384, 384))
+    assert GEMV.yields(target, LinearProblem(2, 384, 384))
+    assert not GEMV.yields(target, LinearProblem(4, 640, 2880))  # K ends within a chunk
 
 
 @pytest.mark.parametrize(

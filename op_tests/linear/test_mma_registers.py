@@ -93,6 +93,9 @@ def test_without_a_table_it_takes_what_it_won_on_an_h200(N: int, K: int) -> None
     assert first(LinearProblem(1, 51200, 5120)) == "gemv"
     assert first(LinearProblem(2, 51200, 5120)) == "mma_registers"
     assert first(LinearProblem(2, 51200, 5120, pdl=True)) != "mma_registers"
+    for M in (1, 2, 8, 16):
+        assert first(LinearProblem(M, 3072, 768)) == "mma_registers"
+        assert first(LinearProblem(M, 384, 384)) == "mma_registers"
     assert first(LinearProblem(8, 2048, 512, pdl=True)) == "mma_registers"
     assert first(LinearProblem(2, 1536, 6144)) == "mma_registers"
     assert first(LinearProblem(4, 1536, 6144)) == "mma_registers"

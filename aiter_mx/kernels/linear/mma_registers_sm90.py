@@ -37,7 +37,6 @@ _FEW, _EIGHT = 4, 8  # rows of x up to which products are of other kinds
 _MOST_ROWS = 48
 _FEWEST_ROWS = 4  # of a candidate
 _USUAL_ROWS = (8, 16, 24, 32, 40, 48)
-_FEWEST_WEIGHTS = 2_500_000  # below, the GEMV is faster on one H200
 _MOST_FEATURES_OF_ONE = 45_000  # of one row of x; above, the GEMV was faster at 4 of 4 shapes
 _MOST_OVERLAPPING_WEIGHTS = 260_000_000  # where launches overlap, on one H200
 _MOST_CANDIDATES = 20
@@ -255,17 +254,14 @@ _search = Search(
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    weights = problem.N * problem.K
     if problem.K % CHUNK or (problem.x_dtype != "e4m3" and problem.M > _EIGHT):
         return f"mma_registers gains for few rows or quantised x, and whole chunks of {CHUNK} k"
     if problem.pdl:
-        if problem.M > _EIGHT or weights > _MOST_OVERLAPPING_WEIGHTS:
+        if problem.M > _EIGHT or problem.N * problem.K > _MOST_OVERLAPPING_WEIGHTS:
             return "others gain more where launches overlap"
         return None
     if problem.M == 1 and problem.N > _MOST_FEATURES_OF_ONE:
         return f"gemv is faster for one row of x above N={_MOST_FEATURES_OF_ONE}"
-    if weights < _FEWEST_WEIGHTS:
-        return f"mma_registers gains from {_FEWEST_WEIGHTS} weights on"
     return None
 
 
