@@ -37,7 +37,7 @@ GROUPS = tuple(
 
 _X_IS_A_M = 49  # from which x, not w, is wgmma's A: it has 64 rows
 _X_IS_A_M_OF_SHORT_K, _SHORT_K = 33, 1536  # likewise, where no cluster shares so few k
-_TWO_A_M = 97  # from which x is A again, of two warpgroups
+TWO_A_M = 97  # from which x is A again, of two warpgroups
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """In which workgroups take the rows of w, where SMs have no room for all at once."""
 _MANY_WEIGHTS, _MANY_ROWS = 50_000_000, 16_384
@@ -128,7 +128,7 @@ def layout_of(
         return None
     few_parts = split == 1 and problem.K <= _SHORT_K
     fewest = _X_IS_A_M_OF_SHORT_K if few_parts else _X_IS_A_M
-    x_is_a = fewest <= problem.M <= GROUP_ROWS or problem.M >= _TWO_A_M
+    x_is_a = fewest <= problem.M <= GROUP_ROWS or problem.M >= TWO_A_M
     at_once = most_clusters(target, split)
     w_groups, unshared = divmod(row_groups, groups_of_x(problem))
     most_columns = 0 if unshared else min(_MOST_BOX_ROWS, MOST_COLUMNS * w_groups)
@@ -151,7 +151,7 @@ def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
     M = problem.M
     if x_is_a:
         return up(M, 16 if M < _X_IS_A_M_OF_SHORT_K else GROUP_ROWS)
-    if M >= _TWO_A_M:
+    if M >= TWO_A_M:
         return up(M, 2 * GROUP_ROWS)
     if M > GROUP_ROWS and problem.K % CHUNK:
         return up(M, GROUP_ROWS // 2)

@@ -15,6 +15,7 @@ from aiter_mx.kernels.linear.fitted_sm90 import (
     START_OF_BF16,
     START_OF_FP8,
     WGMMA_FP8_MANY,
+    WGMMA_FP8_TWO_A,
     WgmmaFp8,
 )
 from aiter_mx.kernels.linear.problem import (
@@ -29,6 +30,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     MOST_COLUMNS,
     MOST_GROUPS,
     PARAMS,
+    TWO_A_M,
     Layout,
     chunks_of,
     groups_of_x,
@@ -76,7 +78,8 @@ _MOST_SHARED_M = 16  # up to which several workgroups of an SM are candidates
 _MOST_FAST_COLUMNS, _FEW_ROWS, _OF_SLOW_COLUMNS = 112, 48, 1.8
 """Beyond so many columns, and rows of w in a workgroup, products were seen to take that much
 longer."""
-FITTED, FITTED_MANY = WgmmaFp8(), WGMMA_FP8_MANY
+_OF_ONE_GROUP = 1.1  # likewise those of a warpgroup alone, of more than 64 rows of x
+FITTED = WgmmaFp8()
 
 
 _layout = where_it_fits(layout)
@@ -105,7 +108,9 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _fitted(problem: LinearProblem) -> WgmmaFp8:
-    return FITTED if problem.M <= GROUP_ROWS else FITTED_MANY
+    if problem.M <= GROUP_ROWS:
+        return FITTED
+    return WGMMA_FP8_MANY if problem.M < TWO_A_M else WGMMA_FP8_TWO_A
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
@@ -217,6 +222,8 @@ def cycles_of_pass(
     of_block = fitted.block + fitted.column * found.columns + fitted.sharing / groups
     if not found.x_is_a and found.columns > _MOST_FAST_COLUMNS and found.rows_w > _FEW_ROWS:
         of_block *= _OF_SLOW_COLUMNS
+    elif groups == 1 and found.rows_m > GROUP_ROWS:
+        of_block *= _OF_ONE_GROUP
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)

@@ -35,7 +35,7 @@ PARAMS = (
 )
 _COLUMNS = range(32, 97, 8)  # of a wgmma
 _TILES: tuple[tuple[int, int, int, int], ...] = (
-    *((64, columns, 1, 2) for columns in _COLUMNS),
+    *((64, columns, 1, 2) for columns in _COLUMNS if columns >= 48),
     *((64, 2 * columns, 2, 1) for columns in _COLUMNS if columns >= 40),
     *((64, 3 * columns, 3, 1) for columns in _COLUMNS if columns <= 80),
     *((128, columns, 2, 1) for columns in _COLUMNS),
@@ -43,12 +43,12 @@ _TILES: tuple[tuple[int, int, int, int], ...] = (
 """Those that are weighed: all but the last parameter."""
 _MOST_SUMS = max(tile_m * tile_n for tile_m, tile_n, *_ in _TILES)
 _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
-_MOST_CODES = 5  # of a weight
-_WORTH_A_CODE = 0.08  # of the fourth powers of times beside the best, on average
+_MOST_CODES = 7  # of a weight
+_WORTH_A_CODE = 0.06  # of the fourth powers of times beside the best, on average
 _DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
 _NAMES = tuple(param.name for param in PARAMS)
 MIN_M = GROUP_ROWS + 1
-_MIN_OWN_M = 97  # without a table
+_MIN_OWN_M = 81  # without a table
 _MOST_TILES_M = 65_535  # of a grid's y
 _MOST_OWN_M = 2048  # without a table: its products take longer than wgmma_bf16's
 _ALIKE = 32  # rows, of which all sizes of tiles are multiples
