@@ -29,8 +29,9 @@ from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.target import hardware
 from op_tests.far_memory import Memory
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
+from op_tests.sim.mutation_cases import WORKLOAD_CASES
 from op_tests.sim.mutation_past import PastLaunch
-from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase, WorkloadLaunch
+from op_tests.sim.mutation_workloads import WorkloadCase, WorkloadLaunch
 from op_tests.sim.tools import without_preload
 
 GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may

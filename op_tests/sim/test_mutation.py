@@ -12,6 +12,7 @@ from rich.console import Console
 
 from aiter_mx.sim.disasm import disassemble, parse_line
 from op_tests.sim.mutation import OUTCOMES, PAGE, judge_all
+from op_tests.sim.mutation_cases import WORKLOAD_CASES
 from op_tests.sim.mutation_coverage import first_unreached, reached
 from op_tests.sim.mutation_kinds import KINDS, Form, mutants_of
 from op_tests.sim.mutation_planting import (
@@ -34,7 +35,7 @@ from op_tests.sim.mutation_report import (
     rows,
 )
 from op_tests.sim.mutation_rules import why_harmless
-from op_tests.sim.mutation_workloads import WORKLOAD_CASES, WorkloadCase
+from op_tests.sim.mutation_workloads import WorkloadCase
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_workload = pytest.mark.parametrize("case", WORKLOAD_CASES, ids=lambda case: case.name)
