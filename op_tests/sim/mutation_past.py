@@ -8,9 +8,8 @@ from math import prod
 from aiter_mx.kernels.spec import Config, KernelSpec, Problem
 from aiter_mx.sim.program import Program, SimOptions
 from aiter_mx.trial import prepare
+from aiter_mx.tuning.traces import TRACED
 from aiter_mx.workloads import workload_of
-
-_CHECKS = ("-global-race", "-lanes-differ")  # their memory grows with the tensors
 
 
 class PastLaunch:
@@ -20,7 +19,7 @@ class PastLaunch:
         operands = workload_of(spec.op).hollow(problem)
         self._prepared = prepare(spec, problem, config, operands=operands)
         last = prod(self._prepared.geometry.grid) - 1
-        self._options = SimOptions(first_group=last, group_count=1, checks=_CHECKS)
+        self._options = SimOptions(first_group=last, group_count=1, checks=TRACED.checks)
 
     def run(self, program: Program, strict: bool = True) -> None:
         """Launch it.

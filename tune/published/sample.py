@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from aiter_mx.code_object import resident
-from aiter_mx.sim.program import SimOptions
 from aiter_mx.sim.report import LaunchReport, Trace
 from aiter_mx.sim.timing.sample import joined
 from aiter_mx.sim.timing.sharing import Fresh, fresh
+from aiter_mx.tuning.traces import TRACED
 from tune.published.run import Launch, PublishedRun
 
-_CHECKS = ("-global-race", "-lanes-differ")  # their memory grows with the tensors
 _MOE_SAMPLES = 6
 _IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
 
@@ -75,16 +74,7 @@ def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fil
 
 
 def _traced(run: PublishedRun, launch: Launch, number: int) -> LaunchReport:
-    options = SimOptions(
-        collect=True,
-        schedule="round-robin",
-        count_conflicts=True,
-        trace=True,
-        first_group=number,
-        group_count=1,
-        max_steps=1 << 21,
-        checks=_CHECKS,
-    )
+    options = replace(TRACED, collect=True, first_group=number, group_count=1, max_steps=1 << 21)
     return launch.program.launch(
         launch.kernel,
         launch.grid,

@@ -23,6 +23,7 @@ _FEWEST_OWN_ROWS = {"gfx950": _FEWEST_ROWS, "sm_90a": 65}
 
 @lru_cache(maxsize=64)
 def one_group(problem: LinearProblem) -> GroupedGemmProblem:
+    """The same products as those of one group."""
     return GroupedGemmProblem(
         problem.M, problem.N, problem.K, 1, problem.out_dtype, problem.bias, "jagged", "i32"
     )

@@ -12,8 +12,9 @@ typedef uint64_t u64;
 enum { VALU, MFMA, SALU, SMEM, LDS, LOAD, STORE, SCRATCH, WAIT, BARRIER, BRANCH, NOP, END, KINDS };
 enum { BLOCK, WAVE, GROUP, MEMORY, CONFLICTS };
 enum { SIMDS = 4, SLOT = 4, QUEUE = 64, REGIONS = 64, MISSES = 4096 };
-// Of an access' first word: it touches lines that its workgroup has not; its lines are such alone.
-// Older traces say how many lines it touches: those whose lowest was another's lowest are known.
+// Of an access' first word. FIRST_TOUCH: it touches lines that are new to its workgroup.
+// COUNTS_NEW_LINES: its number of lines is that of new ones; without it, as in docs/measured's
+// published traces, the number is of all its lines, which are new where the lowest of them is.
 enum { FIRST_TOUCH = 1u << 31, COUNTS_NEW_LINES = 1 << 30 };
 // What a wave's time goes to.
 enum { ISSUING, ON_MATRIX, ON_ADDRESS, ON_LDS, ON_MEMORY, ON_SCALAR, ON_BARRIER, REASONS };
