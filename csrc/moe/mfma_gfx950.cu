@@ -23,7 +23,7 @@
 using namespace mx;
 
 constexpr int kRowTiles = MX_ROW_TILES;       // of w in a workgroup
-constexpr int kMostColTiles = MX_COL_TILES;   // of x: 1, 2 or 4
+constexpr int kMostColTiles = MX_COL_TILES;   // of x: 1, 2 or 3
 constexpr int kWaves = MX_WAVES;              // of a workgroup
 constexpr int kUnroll = MX_UNROLL;            // steps of a wave whose loads precede all use
 constexpr bool kEvenBlocks = MX_EVEN_BLOCKS;  // K / 32 is even
@@ -71,8 +71,7 @@ MX_DEVICE void hold(const T*& pointer) {
 }
 
 // What the sums are made of, loaded at once as a wave begins: each load that waits for its turn
-// would be a scalar latency ahead of the first weights. Beside the products of four tiles of ids
-// there is no room to hold them.
+// would be a scalar latency ahead of the first weights.
 struct Held {
     const unsigned char *xq, *xs, *wq, *ws;
     const int *sorted_ids, *expert_ids, *post_padded;
@@ -508,15 +507,14 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     unsigned step = is_used ? args.groups_y : 0; // to the next item
     for (unsigned item = own;;) {
         if (valid != 0) {
-            const Held sums_of = kMostColTiles < 4 ? args : Held(loaded_anew());
             if (chunk.expert < 0 || chunk.expert >= args.experts)
                 store_zeros(loaded_anew(), chunk);
             else if (kMostColTiles == 1 || valid >> kSide == 0)
-                compute<1>(sums_of, chunk, w_rows, w, lds);
+                compute<1>(args, chunk, w_rows, w, lds);
             else if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
-                compute < kMostColTiles<2 ? kMostColTiles : 2>(sums_of, chunk, w_rows, w, lds);
+                compute < kMostColTiles<2 ? kMostColTiles : 2>(args, chunk, w_rows, w, lds);
             else
-                compute<kMostColTiles>(sums_of, chunk, w_rows, w, lds);
+                compute<kMostColTiles>(args, chunk, w_rows, w, lds);
             lds_in_use = true;
         }
         item += step;

@@ -37,7 +37,7 @@ ROWS: list[tuple[str, Problem, str, dict[str, int], str]] = [
      "blocks": 1}, "bytes of shared memory, and can have 163840"),
     ("linear", MANY_ROWS, "mfma", {"row_tiles": 5, "fold": 1, "waves": 1, "unroll": 1,
      "blocks": 4}, "fewer lanes than rows"),
-    ("moe_gemm", EXPERTS, "mfma", {"row_tiles": 4, "col_tiles": 4, "waves": 12, "unroll": 1},
+    ("moe_gemm", EXPERTS, "mfma", {"row_tiles": 4, "col_tiles": 3, "waves": 16, "unroll": 1},
      "bytes of shared memory, and can have 163840"),
     ("moe_gemm", ACTIVATED, "mfma", {"row_tiles": 2, "col_tiles": 1, "waves": 4, "unroll": 1},
      "with row_tiles=4 alone"),

@@ -81,7 +81,7 @@ _mfma = named("row_tiles", "col_tiles", "waves", "unroll")
 # Configuration, whether K / 32 is odd, dtype: with those of activations they take every value of
 # every parameter.
 _MFMA_SWEPT = [
-    (_mfma(1, 4, 2, 1), 1, "fp32"),
+    (_mfma(1, 3, 2, 1), 1, "fp32"),
     (_mfma(1, 1, 3, 4), 1, "fp16"),
     (_mfma(2, 2, 6, 1), 0, "bf16"),
     (_mfma(1, 1, 16, 1), 1, "fp32"),
@@ -108,6 +108,7 @@ MFMA = Subject(
         for config, activation, layout in (
             (_mfma(4, 1, 8, 1), "silu", "halves"),
             (_mfma(4, 2, 4, 1), "swiglu_oai", "interleaved"),
+            (_mfma(4, 3, 1, 1), "gelu", "halves"),
         )
         for M, N, K, E, top_k, block_m, *_ in _drawn(config, "", activation, 16, 64, 64, 0)
     ],

@@ -33,7 +33,7 @@ from aiter_mx.target import Target
 
 PARAMS = (
     Param("row_tiles", (1, 2, 4), "tiles of 16 rows of w that a workgroup computes"),
-    Param("col_tiles", (1, 2, 4), "the most tiles of 16 ids that a workgroup takes at once"),
+    Param("col_tiles", (1, 2, 3), "the most tiles of 16 ids that a workgroup takes at once"),
     Param("waves", WAVES, "waves of a workgroup, which split K"),
     Param(
         "unroll", (1, 2, 3, 4), "steps of a wave whose loads are issued before the first is used"
@@ -49,7 +49,7 @@ _WIDE_BYTES = 1 << 31
 _MOST_CANDIDATES = 32
 # Without a table, by the model of time: 0.4 to 1 of what the bound finds, which has few waves wait
 # too long. Few code objects serve all numbers of tokens then.
-_FEWEST_ROWS_OF_FOUR, _FEWEST_ROWS_OF_TWO = 24, 8  # of an expert, for workgroups of so many tiles
+_FEWEST_ROWS_OF_THREE, _FEWEST_ROWS_OF_TWO = 24, 8  # of an expert, for so many tiles of ids
 _SHORT_K = 384  # of which one wave has few enough steps
 _MANY_GROUPS = 4  # of a compute unit, beside which a workgroup need not be fast itself
 
@@ -84,7 +84,7 @@ def _work(problem: MoeGemmProblem, row_tiles: int, col_tiles: int) -> _Work:
         tiles=-(-problem.N // (SIDE * row_tiles)),
         experts=experts,
         chunks=chunks,
-        col_tiles=next(c for c in (1, 2, 4) if c * SIDE >= in_chunk),
+        col_tiles=ceil(in_chunk / SIDE),
         steps=-(-problem.K // TILE_K),
     )
 
@@ -147,8 +147,8 @@ _search = Search(PARAMS, _costs, _MOST_CANDIDATES)
 
 def _configure(target: Target, problem: MoeGemmProblem) -> Config:
     rows, block_m, cols = problem.rows_of_expert, problem.block_m, 1
-    if rows >= _FEWEST_ROWS_OF_FOUR and block_m >= 4 * SIDE:
-        cols = 4
+    if rows >= _FEWEST_ROWS_OF_THREE and block_m >= 3 * SIDE:
+        cols = 3
     elif rows >= _FEWEST_ROWS_OF_TWO and block_m >= 2 * SIDE:
         cols = 2
     is_short = problem.K <= _SHORT_K
@@ -159,8 +159,7 @@ def _configure(target: Target, problem: MoeGemmProblem) -> Config:
     are_many = groups >= _MANY_GROUPS * target.cu_num
     if cols == 1 and not are_many:
         return _search.best(target, problem)
-    waves = 1 if is_short or (cols == 4 and are_many) else 2
-    return {"row_tiles": row_tiles, "col_tiles": cols, "waves": waves, "unroll": 1}
+    return {"row_tiles": row_tiles, "col_tiles": cols, "waves": 1 if is_short else 2, "unroll": 1}
 
 
 def _candidates(target: Target, problem: MoeGemmProblem) -> list[Config]:
