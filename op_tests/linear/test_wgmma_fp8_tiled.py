@@ -60,7 +60,7 @@ def test_every_token_and_feature_is_of_one_tile() -> None:
 def test_it_is_for_some_hundreds_of_rows_of_few_weights_without_a_table(
     N: int, K: int, x_dtype: str
 ) -> None:
-    for M, name in ((80, "wgmma_fp8"), (129, TILED.name), (300, TILED.name), (2048, "")):
+    for M, name in ((80, "wgmma_fp8"), (129, TILED.name), (300, TILED.name), (2049, "")):
         problem = LinearProblem(M, N, K, x_dtype=x_dtype)
         assert (route("linear", TARGET, problem).kernel == TILED.name) is (name == TILED.name)
     large = LinearProblem(512, 9216, 6144)

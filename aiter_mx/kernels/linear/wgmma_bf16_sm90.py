@@ -71,7 +71,6 @@ _MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
 # Without a table, tiles are any up to so many rows. Above, those of pairs are large, and up to
 # MOST_OWN_M rows there are these, of tokens and features, of clusters of so many.
 _FEW_TOKENS, _LARGE = 128, 160
-_MOST_COMPARED = 2048  # rows for which other kernels ask what this one takes
 _OWN_WIDE_SPLITS = (1, 2)  # of tiles of 192 features, of few tokens
 _OWN_SPLITS = {
     (192, 64): (1, 2),
@@ -158,11 +157,6 @@ def _own_tiles(M: int) -> Tiles:
     """What is chosen from without a table: few tiles, so that few code objects serve all numbers of
     rows."""
     return _own_tiles_of(*_fitted_for(M), M <= _FEW_TOKENS, M <= MOST_OWN_M)
-
-
-def _own_tiles_of_few(M: int) -> Tiles:
-    """By the numbers for fewer rows, which those of the kernels that it is compared with suit."""
-    return _own_tiles_of(FITTED, FITTED_PAIRS, M <= _FEW_TOKENS, M <= _MOST_COMPARED)
 
 
 @cache
@@ -255,7 +249,6 @@ def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iter
 
 _search = Search(PARAMS, partial(_costs, _every_tile), most=12)
 _own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
-_few_search = Search(PARAMS, partial(_costs, _own_tiles_of_few), most=1)
 
 
 def _costs_of_many(target: Target, sizes: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
@@ -280,7 +273,7 @@ def cheapest(target: Target, sizes: Sizes) -> tuple[float, Config]:
 
 def takes_less(target: Target, sizes: Sizes, cycles: float) -> bool:
     """Whether these are fewer cycles, found without the least where others are fewer too."""
-    return _few_search.has_less(target, sizes, cycles)
+    return _own_search.has_less(target, sizes, cycles)
 
 
 def rows_chosen_for(M: int) -> int:

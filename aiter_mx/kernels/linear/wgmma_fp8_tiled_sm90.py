@@ -44,7 +44,7 @@ _TILES: tuple[tuple[int, int, int, int], ...] = (
 _MOST_SUMS = max(tile_m * tile_n for tile_m, tile_n, *_ in _TILES)
 _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
 _MOST_CODES = 7  # of a weight
-_WORTH_A_CODE = 0.06  # of the fourth powers of times beside the best, on average
+_WORTH_A_CODE = 0.012  # times their number: of fourth powers of times beside the best, on average
 _DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
 _NAMES = tuple(param.name for param in PARAMS)
 MIN_M = GROUP_ROWS + 1
@@ -175,11 +175,11 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
         for cycles in of_all
     ]
     found: list[Code] = []
-    left, worth = [inf] * len(rows), _WORTH_A_CODE * sum(1 / root for root in roots)
+    left, worth_of_one = [inf] * len(rows), _WORTH_A_CODE * sum(1 / root for root in roots)
     weighed = list(zip(codes, lost, strict=True))
     while len(found) < _MOST_CODES:
         had, sums = sum(left), [sum(map(min, left, of_code)) for _, of_code in weighed]
-        least_sum = min(sums)
+        least_sum, worth = min(sums), worth_of_one * (len(found) + 1)
         if found and had - least_sum <= worth:
             break
         chosen, then = weighed[sums.index(least_sum)]
