@@ -427,7 +427,7 @@ MX_DEVICE void ask(const WRows& rows, Tile (&w)[kUnroll][kRowTiles], int lane) {
 }
 
 template <int ColTiles>
-MX_DEVICE void compute(const Held& args, const Chunk& chunk, const WRows& w_rows,
+MX_DEVICE void compute(Held args, const Chunk& chunk, const WRows& w_rows,
                        const Tile (&first_w)[kUnroll][kRowTiles],
                        u32x4 (&lds)[kWaves][kWavePieces]) {
     const int lane = thread_in_group() % kLanes;
