@@ -279,8 +279,11 @@ def test_a_kernel_far_behind_is_given_up_unless_one_looks_closely() -> None:
 
 def test_kernels_further_back_in_line_begin_with_fewer() -> None:
     target = hardware("sm_90a")
-    for M, N, order in ((1, 320, ["gemv", "mma_ring"]), (16, 2304, ["mma_registers", "mma_ring"])):
-        problem = LinearProblem(M, N, 6144)
+    for M, N, K, order in (
+        (1, 320, 6112, ["gemv", "mma_ring"]),
+        (16, 2304, 6144, ["mma_registers", "mma_ring"]),
+    ):
+        problem = LinearProblem(M, N, K)
         found = candidates_of("linear", target, problem, ("hip", "triton"), 6, (4, 2))
         count = Counter(candidate.kernel for candidate in found)
         assert [count[name] for name in order] == [6, 4]
