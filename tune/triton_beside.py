@@ -1,6 +1,6 @@
 """Predicts Triton's time beside ours for rows of gfx950's tables, and counts where it is less.
 
-    python -m tune.triton_beside [--ops linear,moe_gemm] [--every 20] [--save]
+    python -m tune.triton_beside [--ops linear,moe_gemm] [--every 13] [--save]
 
 Triton's fallback is compiled for gfx950 without a GPU; all launches of a call count, in the fastest
 of its tiles. Both sides are traced in one simulator and timed by one model. A row is decided under
@@ -173,7 +173,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", default=",".join(OPS), help="with commas between")
-    parser.add_argument("--every", type=int, default=20, help="of so many rows of a table, one")
+    parser.add_argument("--every", type=int, default=13, help="of so many rows of a table, one")
     parser.add_argument("--save", action="store_true", help=f"write {SAVED.name}")
     options = parser.parse_args()
     ops = options.ops.split(",")
