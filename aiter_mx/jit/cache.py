@@ -118,6 +118,15 @@ def read(path: Path) -> bytes | None:
     return data if _digest(*named, data) == match["digest"] else None
 
 
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells a file from another that takes its place, or None where there is none."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def lookup(kind: str, key: str, suffix: str) -> Artifact | None:
     """The intact artifact of exactly this key, or None."""
     return lookup_prefix(kind, f"{key}.", suffix)
@@ -131,10 +140,12 @@ def lookup_prefix(kind: str, prefix: str, suffix: str) -> Artifact | None:
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
     for path in _named(kind, prefix, suffix):
+        listed = _identity(path)
         data = read(path)
         if data is not None:
             return Artifact(path, data, built=False, seconds=0.0)
-        _warn_once(f"{path} is truncated or altered and will not be used")
+        if listed is not None and listed == _identity(path):  # nobody cleared it meanwhile
+            _warn_once(f"{path} is truncated or altered and will not be used")
     for entry, kept in list(_unshared.items()):
         if entry.startswith(f"{kind}/{prefix}") and entry.endswith(f".{suffix}"):
             return replace(kept, built=False, seconds=0.0)

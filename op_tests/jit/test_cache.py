@@ -149,6 +149,32 @@ def test_a_damaged_artifact_is_built_anew_with_a_warning(
     assert [str(damaged) in record.message for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize("built_again", [False, True])
+def test_an_artifact_that_another_process_clears_meanwhile_is_not_called_damaged(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    built_again: bool,
+) -> None:
+    first, calls = random_bytes(), []
+    path = cache.get_or_build("thing", "a", "so", writer(first)).path
+
+    def read_late(path: Path) -> bytes | None:
+        path.unlink()
+        if built_again:
+            (path.parent / "new").write_bytes(first)
+            (path.parent / "new").rename(path)
+        return None
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="aiter_mx"):
+        patch.setattr(cache, "read_regular", read_late)
+        forget(patch)  # so that the folder is listed
+        assert cache.lookup("thing", "a", "so") is None
+    assert not caplog.records
+    assert cache.get_or_build("thing", "a", "so", writer(first, calls)).data == first
+    assert path.is_file() and len(calls) == (not built_again)
+
+
 def test_a_failed_build_leaves_nothing_behind(folder: Path) -> None:
     def fail(out: Path) -> None:
         out.write_bytes(b"half")
