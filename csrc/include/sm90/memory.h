@@ -74,7 +74,8 @@ MX_DEVICE void announce_shared(unsigned address, unsigned value) {
                  : "memory");
 }
 
-// named_barrier which tells whether any thread's x was true.
+// named_barrier which tells whether any thread's x was true. The answer goes through a shuffle:
+// ptxas 13.0 may wait at the barrier once more where it is used, but does not shuffle again.
 MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
     unsigned any;
     asm volatile("{\n"
@@ -86,7 +87,7 @@ MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
                  : "=r"(any)
                  : "r"(static_cast<unsigned>(x)), "r"(id), "r"(threads)
                  : "memory");
-    return any;
+    return __shfl_sync(0xffffffff, any, 0);
 }
 
 // Accesses to shared memory of 4, 8 and 16 bytes. Loads are volatile, so that they stay in the
