@@ -44,6 +44,7 @@
 #include "common/scale.h"
 #include "common/target.h"
 #include "sm90/convert.h"
+#include "sm90/exact.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
@@ -101,6 +102,7 @@ constexpr int kOutsideAt = kKGroups * kRingBytes;
 constexpr int kFlags = kOutsideAt + 16;
 constexpr int kFlagBytes = kTokens + (kStoresSums ? kGroupRows : kRows);
 constexpr int kSharedBytes = kFlags + (kStoresSums ? kGroups : 1) * kFlagBytes;
+static_assert(kFlags % 8 == 0 && kFlagBytes % 8 == 0);
 static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out differently: "
                                                "aiter_mx/kernels/linear/wgmma_bf16_sm90.py");
 // Registers of a thread that copies and of one that multiplies, once it is known which it is, and
@@ -117,6 +119,12 @@ constexpr int kLaunchRegisters =
     : kGroups == 1
         ? 240
         : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
+// What a warp computes again at a time, as registers allow: outputs, and parts of their K; and rows
+// whose scales it looks at.
+constexpr int kMendRegisters =
+    kStoresSums && kSetsRegisters ? kConsumerRegisters : kLaunchRegisters;
+constexpr int kMended = kOwnX ? 2 : kMendRegisters >= 224 ? 6 : 4, kMendedAtOnce = 2;
+constexpr int kSeenAtOnce = kOwnX ? 8 : 16;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
 
@@ -333,70 +341,42 @@ MX_DEVICE bool load_shared_byte(unsigned address) {
     return v;
 }
 
-MX_DEVICE float exact_piece(const unsigned char* xq, const unsigned char* wq, unsigned x_scale,
-                            unsigned w_scale) {
-    f32x2 x[8], w[8];
-    const u32x4 x_words = load(xq), w_words = load(wq);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        e4m3x4_to_f32(x_words[i], x[2 * i], x[2 * i + 1]);
-        e4m3x4_to_f32(w_words[i], w[2 * i], w[2 * i + 1]);
-    }
-    return add_scaled(0.0f, dot(x, w), e8m0_split(x_scale), e8m0_to_f32(w_scale));
-}
-// The lanes take 16 k in turn. Some of these are loaded at once, as nothing else hides latency.
-MX_DEVICE float exact_output_of_warp(const Operands& t, long m, long n, int lane) {
-    constexpr int piece = 16, at_once = 4;
-    float sum = 0.0f;
-#pragma unroll 1
-    for (long first = lane * piece; first < t.K; first += at_once * kLanes * piece) {
-        float pieces[at_once];
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            const long k = min(first + i * kLanes * piece, t.K - piece);
-            pieces[i] = exact_piece(t.xq + m * t.K + k, t.wq + n * t.K + k,
-                                    load_byte(t.xs + m * t.blocks() + k / kBlock),
-                                    load_byte(t.ws + n * t.blocks() + k / kBlock));
-        }
-#pragma unroll
-        for (int i = 0; i < at_once; ++i)
-            if (first + i * kLanes * piece < t.K)
-                sum += pieces[i];
-    }
-#pragma unroll
-    for (int distance = kLanes / 2; distance; distance /= 2)
-        sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    return sum;
-}
-// Whether a row has a scale that bf16 does not cover; small ones of w count where they have values.
+// Notes for each of some rows whether it has a scale that bf16 does not cover; small ones of w
+// count where they have values. A warp takes some rows at a time, a lane every 32nd scale of them.
 template <bool OfX>
-MX_DEVICE bool is_outside(const unsigned char* payload, const unsigned char* scales, long blocks,
-                          int lane) {
-    constexpr int at_once = 4;
-    constexpr unsigned last = OfX ? kLastXScale : kLastWScale;
-    bool outside = false;
-    for (long first = lane; first < blocks; first += at_once * kLanes) {
-        unsigned scale[at_once], values[at_once];
+MX_DEVICE void note_outside(unsigned flags, const unsigned char* payload,
+                            const unsigned char* scales, int rows, long blocks, int warp, int warps,
+                            int lane) {
+    constexpr int at_once = kSeenAtOnce;
+#pragma unroll 1
+    for (int first = warp * at_once; first < rows; first += warps * at_once) {
+        unsigned outside = 0;
+#pragma unroll 1
+        for (long b = lane; b < blocks; b += kLanes) {
+            unsigned scale[at_once];
 #pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            const long b = min(first + i * kLanes, blocks - 1);
-            scale[i] = load_byte(scales + b);
-            if constexpr (!OfX) {
-                const u32x4 low = load(payload + b * kBlock),
-                            high = load(payload + b * kBlock + 16);
-                values[i] =
-                    low[0] | low[1] | low[2] | low[3] | high[0] | high[1] | high[2] | high[3];
+            for (int i = 0; i < at_once; ++i)
+                scale[i] = load_byte(scales + min(first + i, rows - 1) * blocks + b);
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                bool counts = scale[i] > (OfX ? kLastXScale : kLastWScale) && scale[i] != kNanScale;
+                if (!OfX && scale[i] < kFirstWScale) {
+                    const unsigned char* const of =
+                        payload + (min(first + i, rows - 1) * blocks + b) * kBlock;
+                    const u32x4 low = load(of), high = load(of + kBlock / 2);
+                    counts = (low[0] | low[1] | low[2] | low[3] | high[0] | high[1] | high[2] |
+                              high[3]) &
+                             0x7f7f7f7f;
+                }
+                outside |= (counts ? 1u : 0u) << i;
             }
         }
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            outside |= scale[i] > last && scale[i] != kNanScale;
-            if constexpr (!OfX)
-                outside |= scale[i] < kFirstWScale && values[i] & 0x7f7f7f7f;
-        }
+        outside = __reduce_or_sync(0xffffffff, outside);
+        if (lane < min(at_once, rows - first))
+            store_shared_byte(flags + first + lane, outside >> lane & 1);
     }
-    return __any_sync(0xffffffff, outside);
 }
+
 // A part of the result, and the threads that store it.
 struct Block {
     long token, row;
@@ -406,41 +386,70 @@ struct Block {
 };
 
 // Computes again the outputs of a block that scales reach which bf16 does not cover, once all of
-// its threads are here: sync waits for them. of_x: whether such a scale may be x's.
+// its threads are here: sync waits for them. of_x: whether such a scale may be x's. A warp takes
+// some rows at a time.
 template <class Sync>
 MX_DEVICE void mend(const Operands& t, const Block& block, bool of_x, Sync sync) {
-    const int lane = block.thread % kLanes, warp = block.thread / kLanes;
+    constexpr int count = kMended;
+    const int thread = afresh(block.thread), lane = thread % kLanes, warp = thread / kLanes;
     const int tokens = block.tokens, rows = block.rows;
-    const auto note = [&](int i, bool outside) {
-        if (lane == 0)
-            store_shared_byte(block.flags + i, outside);
+    const auto of_x_row = [&](int token) {
+        const long m = block.token + min(token, tokens - 1);
+        return ScaledRow{t.xq + m * t.K, t.xs + m * t.blocks()};
     };
-    for (int i = warp; i < tokens; i += block.warps) {
-        const unsigned char* const scales = t.xs + (block.token + i) * t.blocks();
-        note(i, of_x && is_outside<true>(nullptr, scales, t.blocks(), lane));
-    }
-    for (int i = warp; i < rows; i += block.warps) {
-        const long n = block.row + i;
-        note(tokens + i,
-             is_outside<false>(t.wq + n * t.K, t.ws + n * t.blocks(), t.blocks(), lane));
-    }
+    const auto of_w_row = [&](int row) {
+        const long n = block.row + min(row, rows - 1);
+        return ScaledRow{t.wq + n * t.K, t.ws + n * t.blocks()};
+    };
+    const unsigned of_tokens = afresh(block.flags), of_rows = of_tokens + kTokens;
+    ScaledRow some[count];
+    const auto take = [&](int first, const auto& row) {
+#pragma unroll
+        for (int i = 0; i < count; ++i)
+            some[i] = row(first + i);
+    };
+    const ScaledRow x = of_x_row(0), w = of_w_row(0);
+    note_outside<true>(of_tokens, x.payload, x.scales, of_x ? tokens : 0, t.blocks(), warp,
+                       block.warps, lane);
+    note_outside<false>(of_rows, w.payload, w.scales, rows, t.blocks(), warp, block.warps, lane);
     sync(); // these are there, and all sums have been stored
-    const auto compute = [&](int token, int row) {
-        const long m = block.token + token, n = block.row + row;
-        const float sum = exact_output_of_warp(t, m, n, lane);
-        if (lane == 0)
-            store(t.y + (kSwapped ? n * t.M + m : m * t.N + n),
-                  kSwapped ? sum : sum + load_bias(t.bias, t.bias_kind, n));
+    // Most eights have none. Those past the end are never set but by chance.
+    const auto each_noted = [&](unsigned flags, int all, const auto& f) {
+#pragma unroll 1
+        for (int i = 0; i < all; ++i) {
+            if (i % 8 == 0)
+                if (const uint2 eight = load_shared_8(flags + i); (eight.x | eight.y) == 0) {
+                    i += 7;
+                    continue;
+                }
+            if (load_shared_byte(flags + i))
+                f(i);
+        }
     };
-    for (int row = 0; row < rows; ++row)
-        if (load_shared_byte(block.flags + tokens + row))
-            for (int token = warp; token < tokens; token += block.warps)
-                compute(token, row);
-    for (int token = 0; of_x && token < tokens; ++token)
-        if (load_shared_byte(block.flags + token))
-            for (int row = warp; row < rows; row += block.warps)
-                if (!load_shared_byte(block.flags + tokens + row))
-                    compute(token, row);
+    const auto keep = [&](int token, int row, float sum) {
+        const long m = block.token + token, n = block.row + row;
+        store(t.y + (kSwapped ? n * t.M + m : m * t.N + n),
+              kSwapped ? sum : sum + load_bias(t.bias, t.bias_kind, n));
+    };
+    float sums[count];
+    each_noted(of_rows, rows, [&](int row) {
+#pragma unroll 1
+        for (int first = warp * count; first < tokens; first += block.warps * count) {
+            take(first, of_x_row);
+            exact_outputs_of_warp<kMendedAtOnce>(sums, of_w_row(row), some, t.K, lane);
+            if (lane < min(count, tokens - first))
+                keep(first + lane, row, one_of(sums, lane));
+        }
+    });
+    each_noted(of_tokens, of_x ? tokens : 0, [&](int token) {
+#pragma unroll 1
+        for (int first = warp * count; first < rows; first += block.warps * count) {
+            take(first, of_w_row);
+            exact_outputs_of_warp<kMendedAtOnce>(sums, of_x_row(token), some, t.K, lane);
+            if (lane < min(count, rows - first) && !load_shared_byte(of_rows + first + lane))
+                keep(token, first + lane, one_of(sums, lane));
+        }
+    });
     sync(); // the flags have been read
 }
 
@@ -1094,8 +1103,15 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
             outside |= load_cluster_4(address_in_cluster(shared + kOutsideAt, part)) != 0;
     if constexpr (kSplit > 1)
         cluster_arrive();
-    if (__builtin_expect(outside, false))
+    if (__builtin_expect(outside, false)) {
+        if constexpr (kSetsRegisters) { // all have the same work now
+            if (threadIdx.x < kHelpers * kGroupThreads)
+                increase_registers<kLaunchRegisters>();
+            else
+                decrease_registers<kLaunchRegisters>();
+        }
         mend(t, block, true, [] { group_barrier(); });
+    }
     if constexpr (kSplit > 1)
         cluster_wait();
 }

@@ -21,12 +21,13 @@ MX_DEVICE void add_up_lanes(float (&sums)[Count]) {
             sums[i] += __shfl_xor_sync(0xffffffff, sums[i], distance);
 }
 
-// The sums over K of one row's products with each of some others. Lanes take 16 k in turn, twice
-// at once, as nothing else hides latency, and all have the sums.
-template <int Count>
+// The sums over K of one row's products with each of some others. Lanes take 16 k in turn, AtOnce
+// times at once, as nothing else hides latency, and all have the sums, whose bits depend neither
+// on that nor on which is the one row.
+template <int AtOnce = 2, int Count>
 MX_DEVICE void exact_outputs_of_warp(float (&sums)[Count], const ScaledRow& one,
                                      const ScaledRow (&others)[Count], long K, int lane) {
-    constexpr int block = 32, piece = 16, at_once = 2, step = kLanes * piece;
+    constexpr int block = 32, piece = 16, at_once = AtOnce, step = kLanes * piece;
 #pragma unroll
     for (int i = 0; i < Count; ++i)
         sums[i] = 0;
