@@ -246,13 +246,14 @@ def _scale_bytes(problem: GroupedGemmProblem) -> int:
 
 
 def _a_in_runs(problem: GroupedGemmProblem) -> bool:
-    """Whether a's scales are whole dwords in all, and those of several steps copied at once.
+    """Whether a's scales are row-major and whole dwords in all, and those of several steps copied
+    at once.
 
     One group is a linear's, whose code objects serve every number of rows: it gains 2 % by this at
     most, by the model of time.
     """
     rows = 1 if problem.G == 1 else problem.M
-    return rows * (problem.K // BLOCK) % 4 == 0
+    return problem.a_scale_layout == "row_major" and rows * (problem.K // BLOCK) % 4 == 0
 
 
 def _whole_steps(problem: GroupedGemmProblem) -> bool:
