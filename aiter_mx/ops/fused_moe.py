@@ -120,7 +120,8 @@ def fused_moe(
     inputs = (x, w1q, w1s, w2q, w2s, *routing, bias1, bias2, x_scale, num_tokens)
     swiglu = swiglu_of(activation, alpha, beta, limit)
     out_dtype = out_dtype or _usual_dtype(x, x_scale)
-    apart = int(reduce)
+    if reduce not in (False, True):
+        raise ValueError(f"reduce must be False or True, got {reduce!r}")
     if expected_tokens is not None:
         refuse_no_whole_number(expected_tokens=expected_tokens)
         refuse_less(0, expected_tokens=expected_tokens)
@@ -131,7 +132,7 @@ def fused_moe(
         layout,
         swiglu,
         block_m,
-        apart,
+        int(reduce),
         out_dtype,
         exact_sums,
         0 if expected_tokens is None else max(1, expected_tokens),

@@ -13,11 +13,13 @@ from aiter_mx.checks import (
     DTYPES,
     INDEX_NAMES,
     SCALE_DTYPES,
+    as_whole_number,
     check_groups,
     check_out,
     checking,
     either,
     refuse_alignment,
+    refuse_no_whole_number,
     refuse_strides,
     shape_text,
 )
@@ -291,6 +293,8 @@ def _problem_of(
     run_rows: int = 0,
 ) -> GroupedGemmProblem:
     """The problem that these operands pose; raises as ``grouped_gemm`` documents."""
+    out_rows = as_whole_number(out_rows)
+    refuse_no_whole_number(out_rows=out_rows)
     _refuse_dtypes(
         a.device,
         ("a", a, tuple(A_FORMATS)),

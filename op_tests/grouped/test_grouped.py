@@ -357,6 +357,10 @@ def test_padded_groups_are_compiled_whole() -> None:
         ({"out_rows": 90}, "give out_offs"),
         ({"out_offs": OFFS[1:]}, r"must be \[5\]"),
         ({"out_offs": OFFS.int()}, "out_offs must be torch.int64"),
+        (
+            {"out_offs": OFFS, "out_rows": 90.0},
+            "out_rows must be a whole number, an int",
+        ),
         ({"out_offs": OFFS, "out_rows": 89}, "within the 89 rows of the result; group 3 is 42 to"),
         ({"out_offs": torch.tensor([0, 41, 40, 42, 90])}, "group 1 is 41 to 40"),
         ({"out_offs": torch.tensor([0, 0, 0, 0, 129])}, "gives group 3 129 rows, and group_offs"),

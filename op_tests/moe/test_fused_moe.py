@@ -152,6 +152,8 @@ BAD = [
     ("block_m", lambda n: "16", TypeError, "block_m must be a whole number, an int, got str"),
     ("num_experts", lambda n: 0, ValueError, "num_experts must be at least 1, or None, got 0"),
     ("out", lambda n: "here", TypeError, "out must be a tensor, got str"),
+    ("reduce", lambda n: -1, ValueError, "reduce must be False or True, got -1"),
+    ("reduce", lambda n: "sum", ValueError, "reduce must be False or True, got 'sum'"),
     ("num_experts", lambda n: 9, ValueError, "num_experts=9 but 8 routed experts are here"),
     ("expert_map", lambda t: INT32(0), ValueError, "expert_map must name at least one expert"),
     ("expert_map", lambda t: INT32(()), ValueError, r"must be \[num_experts\], got \[\]"),
