@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from aiter_mx.jit.folder import cache_dir
 from op_tests.sim.mutation_coverage import reached
 from op_tests.sim.mutation_kinds import KINDS
 from op_tests.sim.mutation_planting import Mutant, case_named, patched, sample
@@ -69,6 +71,12 @@ def judge_all(chosen: Sequence[Mutant], jobs: int, console: Console) -> Iterator
     """Outcomes as they come."""
     with tempfile.TemporaryDirectory(prefix="aiter_mx-") as folder:
         os.environ["MUTANTS_DIR"] = folder
+        parts = Path(folder, "sim")
+        parts.mkdir(mode=0o700)
+        for part in Path(cache_dir(), "sim").glob(
+            "*.o"
+        ):  # of kernels as they are: most of a mutant
+            shutil.copy(part, parts)
         fresh = get_context("spawn")  # a fork would inherit threads
         with ProcessPoolExecutor(jobs, fresh, _start_worker) as pool:
             outcomes = pool.map(judge, chosen)
