@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -84,28 +83,32 @@ def test_a_saved_run_of_other_code_is_told(tmp_path: Path, monkeypatch) -> None:
     assert "2026-01-02, nvidia_b, had 3 tests" in gpu.state(runs[1])
 
 
-def test_a_rehearsal_asks_for_what_a_test_launches(tmp_path: Path) -> None:
-    requests = tmp_path / "requests"
-    test = "op_tests/grouped/test_conformance.py"
-    only = ("-k", "two_streams and persistent", "--requests", str(requests))
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[list[str]]]:
+    """A rehearsal of what compute-sanitizer is shown, as if a GPU were there: the tests, and of
+    each code object that they ask for the source and the architecture."""
+    requests = tmp_path_factory.mktemp("rehearsal") / "requests"
     arguments = ("-p", "op_tests.rehearsal", "--assert=plain", "-q", "-p", "no:cacheprovider")
-    command = [sys.executable, "-O", "-m", "pytest", *arguments, *only, test]
-    done = subprocess.run(
-        command, cwd=gpu.ROOT, env=os.environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    sources = [json.loads(line)[:2] for line in requests.read_text().splitlines()]
-    assert ["grouped/list_sm90.cu", "sm_90a"] in sources
-    assert ["grouped/persistent_sm90.cu", "sm_90a"] in sources
-
-
-def test_every_kernel_for_hopper_is_sanitized_once(tmp_path: Path) -> None:
-    """Named by a rehearsal, as if a GPU were there."""
-    arguments = ("-p", "op_tests.rehearsal", "--assert=plain", "-q", "-p", "no:cacheprovider")
-    only = ("--one-each", "--collect-only", "--requests", str(tmp_path / "requests"))
+    only = ("--one-each", "-rA", "--requests", str(requests))
     command = [sys.executable, "-O", "-m", "pytest", *arguments, *only, *sanitize.TESTS]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False)
-    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert done.returncode == 0, done.stdout[-2000:]
+    ends = [line.partition(" ") for line in done.stdout.splitlines()]
+    tests = [test for end, _, test in ends if end == "PASSED"]
+    return tests, [json.loads(line)[:2] for line in requests.read_text().splitlines()]
+
+
+def test_a_rehearsal_asks_for_what_tests_launch(rehearsed) -> None:
+    tests, sources = rehearsed
+    asked = {source for source, arch in sources if arch == "sm_90a"}
+    assert {"grouped/list_sm90.cu", "grouped/persistent_sm90.cu"} <= asked
+    for kernel in ("gemv", "wgmma_fp8", "wgmma_f16"):
+        assert any(f"[{kernel}-gpu" in test for test in tests)
+        assert f"linear/{kernel}_sm90.cu" in asked
+
+
+def test_every_kernel_for_hopper_is_sanitized_once(rehearsed) -> None:
+    tests, _ = rehearsed
     assert len(tests) == len(set(tests))
     tried = {(Path(test).parts[1], test.partition("[")[2].partition("-")[0]) for test in tests}
     rooms = {"linear": "linear", "grouped_gemm": "grouped", "promoted_gemm": "grouped"}
