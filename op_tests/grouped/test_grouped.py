@@ -358,7 +358,7 @@ def test_padded_groups_are_compiled_whole() -> None:
         ({"out_offs": OFFS[1:]}, r"must be \[5\]"),
         ({"out_offs": OFFS.int()}, "out_offs must be torch.int64"),
         (
-            {"out_offs": OFFS, "out_rows": 90.0},
+            {"out_offs": OFFS, "out_rows": "90"},
             "out_rows must be a whole number, an int",
         ),
         ({"out_offs": OFFS, "out_rows": 89}, "within the 89 rows of the result; group 3 is 42 to"),
