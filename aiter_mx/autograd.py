@@ -25,6 +25,7 @@ from aiter_mx.ops.quantize import (
     quantize_dual_grouped,
     quantize_grouped,
 )
+from aiter_mx.registration import in_clear
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A payload and its scales."""
@@ -34,6 +35,7 @@ GRAD_FORMATS = ("e4m3", "e5m2")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@in_clear
 def linear_autograd(
     x: Tensor,
     w: Tensor,
@@ -80,6 +82,7 @@ def linear_autograd(
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
+@in_clear
 def grouped_linear(
     x: Tensor,
     w: Tensor,

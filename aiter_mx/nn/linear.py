@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +14,27 @@ from aiter_mx.ops.quantize import Dual, quantize_dual
 
 
 class QuantizedOnce:
-    """A parameter's quantisation, made anew when the parameter has changed.
+    """A parameter's quantisation, made anew for another parameter and when this one has changed.
 
-    torch counts changes in place, but for those through ``.data`` and a graph's replays.
+    torch counts changes in place, but for those through ``.data`` and a graph's replays. Copies of
+    it have nothing yet, as they are for other parameters.
     """
 
     def __init__(self) -> None:
-        self._made: tuple[tuple[int, int], Dual] | None = None
+        self._made: tuple[ref[Tensor], tuple[int, int], Dual] | None = None
+
+    def __reduce__(self) -> tuple[type[QuantizedOnce], tuple[()]]:
+        return QuantizedOnce, ()
 
     def of(self, w: Tensor) -> Dual:
         """Both quantisations of ``w`` as it is."""
         state = (w.data_ptr(), w._version)
-        if self._made is None or self._made[0] != state:
+        # Another tensor may have the memory of one that is gone, and as many changes.
+        if self._made is None or self._made[0]() is not w or self._made[1] != state:
             # outside of inference mode, whose tensors no backward pass may take later
             with torch.inference_mode(False), torch.no_grad():
-                self._made = (state, quantize_dual(w))
-        return self._made[1]
+                self._made = (ref(w), state, quantize_dual(w))
+        return self._made[2]
 
 
 class _OfWeight(nn.Module):
@@ -66,9 +72,13 @@ class _OfWeight(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def _quantized_weight(self) -> Dual | None:
-        if self.reuse_quantized and not torch.compiler.is_compiling():
-            return self._quantized.of(self.weight)
-        return None
+        """What is kept of the weight; None where it cannot be told whether the weight changes."""
+        if not self.reuse_quantized or torch.compiler.is_compiling():
+            return None
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        return (
+            None if transformed or self.weight.is_inference() else self._quantized.of(self.weight)
+        )
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""

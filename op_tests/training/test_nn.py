@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aiter_mx
@@ -71,6 +75,48 @@ def test_a_weight_quantised_in_inference_mode_trains_afterwards() -> None:
     y = layer(x)
     y.sum().backward()
     assert torch.equal(y, expected) and x.grad is not None and x.grad.shape == x.shape
+
+
+@torch.no_grad()
+def test_another_weight_in_the_memory_of_one_that_is_gone_is_quantised() -> None:
+    layer, x = MxLinear(256, 256, bias=False, reuse_quantized=True), torch.randn(5, 256)
+    expected = [aiter_mx.linear_autograd(x, layer.weight * 2**at) for at in range(20)]
+    places = []
+    for at, y in enumerate(expected):
+        weight = layer.weight * 2**at
+        places.append(weight.data_ptr())
+        assert torch.equal(functional_call(layer, {"weight": weight}, (x,)), y)
+        del weight
+    assert any(one == other for one, other in pairwise(places)), "some must have the same memory"
+
+
+def test_copies_of_a_layer_quantise_their_own_weight() -> None:
+    layer, x = MxLinear(64, 32, reuse_quantized=True), torch.randn(5, 64)
+    layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+        with torch.no_grad():
+            other.weight.mul_(3.0)
+        assert torch.equal(other(x), aiter_mx.linear_autograd(x, other.weight, other.bias))
+
+
+@torch.inference_mode()
+def test_a_weight_of_inference_mode_is_quantised_each_time() -> None:
+    layer, x = MxLinear(64, 32, reuse_quantized=True), torch.randn(5, 64)
+    for _ in range(2):
+        assert torch.equal(layer(x), aiter_mx.linear_autograd(x, layer.weight, layer.bias))
+        layer.weight.mul_(3.0)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_function_transforms_of_a_layer_are_refused_by_name(reuse: bool) -> None:
+    layer, x = MxLinear(64, 32, reuse_quantized=reuse), torch.randn(3, 5, 64)
+    for transformed in (torch.vmap(layer), torch.func.grad(lambda x: layer(x).sum())):
+        with pytest.raises(NotImplementedError, match=r"linear_autograd has no rule for torch\.fu"):
+            transformed(x)
+    gradient = torch.func.grad(lambda w: functional_call(layer, {"weight": w}, (x,)).sum())
+    with pytest.raises(NotImplementedError, match=r"linear_autograd has no rule for torch\.func"):
+        gradient(layer.weight.detach())
 
 
 def test_no_rows_have_no_part_in_gradients() -> None:
