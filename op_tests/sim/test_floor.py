@@ -13,7 +13,7 @@ from aiter_mx.sim.timing.constants import CUS, shipped, with_values
 from aiter_mx.sim.timing.draws import DRAWS, drawn
 from aiter_mx.sim.timing.floor import Floor, floor
 from aiter_mx.sim.timing.model import Traced, predict, traced
-from aiter_mx.sim.timing.sample import joined, sample
+from aiter_mx.sim.timing.sample import IDLE, joined, sample
 from aiter_mx.sim.timing.seen import outside, ranges, seen
 from op_tests.sim.test_timing import COPY, TRACED
 from op_tests.sim.tools import launch, program
@@ -114,6 +114,24 @@ def test_no_published_launch_is_an_extrapolation_and_others_are(
         assert seen()[name][0] <= low * 1.001 and high <= seen()[name][1] * 1.001
     told = outside(replace(every[0], groups=9000 * CUS))
     assert any(text.startswith("workgroups of a unit: 9000, seen were 1 to") for text in told)
+
+
+def test_all_traced_workgroups_of_published_layers_have_work(
+    published: list[tuple[str, float, list[Traced]]],
+) -> None:
+    machine = shipped().machine(1)
+
+    def instructions(launch: Traced, group: int) -> float:
+        return sum(launch.split.replay(machine, launch.shares(), [group], 1).issued.values())
+
+    counts = [
+        [instructions(launch, group) for group in range(launch.split.groups)]
+        for *_, launches in published
+        for launch in launches
+        if launch.split.groups > 1
+    ]
+    assert len(counts) > 100
+    assert all(min(of_launch) > IDLE * max(of_launch) for of_launch in counts)
 
 
 def test_draws_of_constants_are_many_wide_and_always_the_same() -> None:

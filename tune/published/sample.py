@@ -7,13 +7,12 @@ from functools import partial
 
 from aiter_mx.code_object import resident
 from aiter_mx.sim.report import LaunchReport, Trace
-from aiter_mx.sim.timing.sample import joined
+from aiter_mx.sim.timing.sample import IDLE, joined
 from aiter_mx.sim.timing.sharing import Fresh, fresh
 from aiter_mx.tuning.traces import TRACED
 from tune.published.run import Launch, PublishedRun
 
 _MOE_SAMPLES = 6
-_IDLE = 0.1  # of the busiest sample's instructions: such a workgroup finds nothing to do
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def _sample(run: PublishedRun, launch: Launch, is_layer: bool, split_k: int, fil
         numbers = [0 if split_k > 1 else groups // 2]
     reports = [_traced(run, launch, number) for number in numbers]
     most = max(report.instructions for report in reports)
-    busy = [report for report in reports if report.instructions > _IDLE * most]
+    busy = [report for report in reports if report.instructions > IDLE * most]
     lanes = launch.block[0] * launch.block[1] * launch.block[2]
     kernel = launch.program.kernel(launch.kernel)
     held = resident(kernel, lanes, launch.shared_bytes)
