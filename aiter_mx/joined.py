@@ -84,6 +84,25 @@ def then_scattered(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -
     return run
 
 
+def in_other_blocks(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run:
+    """Makes a list in other blocks first, and multiplies by that."""
+    ((_, inner),), (multiply, reblock) = parts, runs
+    ids = inner.blocks * inner.block_m
+    sizes = (ids, inner.blocks, 1)
+    by_place = problem.weights == "by_place"
+
+    def run(tensors: Tensors, addresses: object) -> None:
+        *operands, sorted_ids, expert_ids, used, weights, bias, out, out_scales = tensors
+        lists = sorted_ids.new_empty(sum(sizes)).split(sizes)
+        moved = weights.new_empty(ids) if by_place else None
+        given = weights if by_place else None
+        call(reblock, sorted_ids, expert_ids, used, given, *lists, moved)
+        weights = moved if by_place else weights
+        call(multiply, *operands, *lists, weights, bias, out, out_scales)
+
+    return run
+
+
 def by_groups(problem: MoeGemmProblem, parts: Parts, runs: Sequence[Run]) -> Run:
     """Gathers the rows of each expert, multiplies them as groups, and scatters their sums, if these
     do not stay as the ids are sorted."""

@@ -10,6 +10,7 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem, grouped
+from aiter_mx.kernels.moe_gemm.blocks import block_for
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.numerics import BLOCK
@@ -233,33 +234,12 @@ def refuse_unknown_activation(activation: str) -> None:
         raise ValueError(f"activation must be one of {known}, got {activation!r}")
 
 
-_BLOCKS = (16, 32, 48, 64, 80, 96)
-_MANY_ROWS, _BLOCK_OF_MANY = 128, 64
-"""Of an expert, from which on its rows are multiplied in pieces of such blocks, whatever their
-number: larger blocks have more padding."""
-_WIDER = range(512, 1281)
-"""Features of which 48 rows have room in a Hopper SM's shared memory beside weights on their way:
-where few experts have most of the rows, the second GEMM then takes their weights fewer times."""
-
-
 def _block_m(problem: FusedMoeProblem) -> int:
-    """The least of these blocks that holds most experts' rows, chosen at random; 48 in place of 32
-    where that costs other routings nothing, and 64 where no block would hold them."""
-    routed = (problem.expected or problem.M) * problem.top_k
+    tokens = problem.expected or problem.M
+    routed = tokens * problem.top_k
     touched = problem.num_experts * (1 - (1 - 1 / problem.num_experts) ** routed)
     mean = routed / touched if touched else 0
-    if mean >= _MANY_ROWS:
-        return _BLOCK_OF_MANY
-    rows = max(
-        mean + 2 * mean**0.5, (problem.expected or problem.M) if problem.shared else 0
-    )  # two deviations more
-    block = block_of(rows)
-    return 48 if block == 32 and problem.intermediate in _WIDER else block
-
-
-def block_of(rows: float) -> int:
-    """The least block that holds so many rows of an expert, or the largest."""
-    return next((block for block in _BLOCKS if rows <= block), 128)
+    return block_for(mean, problem.intermediate, tokens if problem.shared else 0)
 
 
 PROBLEM = FusedMoeProblem

@@ -18,7 +18,7 @@ from aiter_mx.checks import (
     refuse_shape,
     swiglu_of,
 )
-from aiter_mx.kernels.fused_moe import block_of
+from aiter_mx.kernels.moe_gemm.blocks import block_of
 from aiter_mx.ops.fused_moe_call import NAMES, Options, compute, with_whole_numbers
 from aiter_mx.registration import (
     in_clear,

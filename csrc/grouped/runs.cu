@@ -11,6 +11,7 @@
 // summed over waves and threads. In the others each wave takes kRows rows, and fills those of no
 // group.
 
+#include "common/scan.h"
 #include "common/target.h"
 
 using namespace mx;
@@ -35,16 +36,6 @@ struct Layout {
         return group >= 0 && group < groups ? group : -1;
     }
 };
-
-// Sum of x over this lane and those before it.
-MX_DEVICE int sum_so_far(int x, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-        const int before = of_lane(lane - distance, x);
-        x += lane >= distance ? before : 0;
-    }
-    return x;
-}
 
 // A wave fills a row with a word, over and over.
 MX_DEVICE void fill(unsigned char* row, long bytes, unsigned word) {

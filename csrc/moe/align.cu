@@ -26,6 +26,7 @@
 // are one.
 
 #include "common/quantize.h"
+#include "common/scan.h"
 #include "common/target.h"
 
 using namespace mx;
@@ -83,16 +84,6 @@ MX_DEVICE LaneMask same_expert(int expert) {
         same &= expert & bit ? set : ~set;
     }
     return same;
-}
-
-// Sum of x over this lane and those before it.
-MX_DEVICE int sum_so_far(int x, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-        const int before = of_lane(lane - distance, x);
-        x += lane >= distance ? before : 0;
-    }
-    return x;
 }
 
 // Eight elements of one block, which 4 lanes hold together.

@@ -68,7 +68,8 @@ def test_lists_in_blocks_of_64_have_the_tiles_of_tables_where_k_is_uneven(M: int
 
 
 def test_wgmma_f16_holds_whole_blocks_and_keeps_x_where_it_fits() -> None:
-    first, second = (MoeGemmProblem(512, N, K, 128, 4, 32) for N, K in ((1536, 6144), (6144, 768)))
+    of_layer = MoeGemmProblem(512, 1536, 6144, 128, 4, 32, early_routing=True)
+    first, second = of_layer, replace(of_layer, N=6144, K=768)
     few = ((400, 24, 4), (400, 48, 6))
     for M, block_m, col_tiles in (*few, (1024, 48, 6), (1024, 128, 8), (2048, 80, 10)):
         for problem in (first, second):

@@ -7,16 +7,15 @@ from itertools import chain, islice, product
 
 from aiter_mx.kernels.moe_gemm.problem import (
     MoeGemmProblem,
-    declare_gemm,
     sm90_defines,
 )
+from aiter_mx.kernels.moe_gemm.reblock_sm90 import declare_reblocking
 from aiter_mx.kernels.sm90 import CHUNK, REGISTERS, RESERVED_BYTES, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
     as_defines,
-    first_of,
 )
 from aiter_mx.target import Target
 
@@ -214,14 +213,14 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     )
 
 
-MMA_RING = declare_gemm(
+MMA_RING = declare_reblocking(
     "mma_ring",
     {"sm_90a": "moe/mma_ring_sm90.cu"},
     defines=_defines,
     geometry=_geometry,
     refusal=_refusal,
     params=PARAMS,
-    configure=first_of(_in_order),
+    in_order=_in_order,
     candidates=_candidates,
     yields=_yields,
 )

@@ -9,9 +9,9 @@ from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MAX_SIDE, most_rows
 from aiter_mx.kernels.moe_gemm.problem import (
     ARGS,
     MoeGemmProblem,
-    declare_gemm,
     sm90_defines,
 )
+from aiter_mx.kernels.moe_gemm.reblock_sm90 import declare_reblocking
 from aiter_mx.kernels.search import by_distance
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
 from aiter_mx.kernels.spec import (
@@ -308,7 +308,7 @@ def weights_map(target: Target, problem: MoeGemmProblem, config: Config) -> Tens
     return TensorMap(place_of(ARGS, "wq"), problem.E * problem.N, problem.K, box_rows, CHUNK)
 
 
-WGMMA_F16 = declare_gemm(
+WGMMA_F16 = declare_reblocking(
     "wgmma_f16",
     {"sm_90a": "moe/wgmma_f16_sm90.cu"},
     defines=_defines,
@@ -316,7 +316,7 @@ WGMMA_F16 = declare_gemm(
     tensor_maps=(weights_map,),
     refusal=refusal,
     params=PARAMS,
-    configure=_configure,
+    in_order=_in_order,
     candidates=candidates,
     invariant=_invariant,
     yields=_yields,

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from aiter_mx.kernels.moe_gemm import wgmma_f16_sm90 as wgmma_f16
-from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem, declare_gemm
+from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.reblock_sm90 import declare_reblocking
 from aiter_mx.kernels.search import by_distance
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, SHARED_BYTES
 from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
-    first_of,
 )
 from aiter_mx.target import Target
 
@@ -104,7 +104,7 @@ def _geometry(target: Target, problem: MoeGemmProblem, config: Config) -> Geomet
     return wgmma_f16.frame_geometry(target, _GROUPS + 1, shared_bytes(problem, config))
 
 
-WGMMA_FP8 = declare_gemm(
+WGMMA_FP8 = declare_reblocking(
     "wgmma_fp8",
     {"sm_90a": "moe/wgmma_fp8_sm90.cu"},
     defines=_defines,
@@ -112,7 +112,7 @@ WGMMA_FP8 = declare_gemm(
     tensor_maps=(wgmma_f16.weights_map,),
     refusal=_refusal,
     params=PARAMS,
-    configure=first_of(_in_order),
+    in_order=_in_order,
     candidates=_candidates,
     yields=_yields,
 )
