@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from aiter_mx.errors import CacheError, ToolchainError
+from aiter_mx.errors import BuildError, CacheError, ToolchainError
 from aiter_mx.jit.cache import get_or_build
+from aiter_mx.jit.compiler import run
 from aiter_mx.jit.toolchain import llvm_tool
 from aiter_mx.sim.translate import Translation
 
@@ -166,9 +167,7 @@ def _compile_functions(text: str, out: Path) -> None:
 
 def _compile(what: Sequence[str | Path], out: Path) -> None:
     command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", *map(str, what), "-o", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        errors = [line[:300] for line in run.stderr.splitlines() if "error" in line]
-        raise ToolchainError(
-            f"the simulator's C did not compile: {' '.join(command)}\n" + "\n".join(errors[:10])
-        )
+    try:
+        run(command, out.parent)
+    except BuildError as error:
+        raise ToolchainError(f"the simulator's C did not compile: {error}") from error

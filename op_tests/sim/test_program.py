@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from aiter_mx.code_object import KernelInfo, occupancy, parse_code_object
-from aiter_mx.errors import LaunchError
+from aiter_mx.errors import LaunchError, ToolchainError
+from aiter_mx.jit.cache import forget_unshared
 from aiter_mx.kernels.spec import Arg, Geometry
 from aiter_mx.region import Region
 from aiter_mx.runtimes import sim
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.__main__ import main
+from aiter_mx.sim.compile import c_compiler, plain_library
 from aiter_mx.sim.disasm import Operand, parse_line, parse_operand
 from aiter_mx.sim.faults import UnknownInstruction
 from aiter_mx.sim.image import disjoint
@@ -181,3 +183,24 @@ def test_the_command_line_runs_a_kernel_on_files(
     assert "saxpy(global_buffer:8" in capsys.readouterr().out
     assert main(["run", str(image)]) == 1
     assert "name one of the kernels with --kernel: saxpy, tiny" in capsys.readouterr().err
+
+
+def test_a_cache_folder_without_space_is_passed_over_and_c_that_is_wrong_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, source = tmp_path / "compiler", tmp_path / "answer.c"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -o {tmp_path}"*) echo error: No space left on device; exit 1;;'
+        f' esac\nexec {c_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr("aiter_mx.sim.compile.c_compiler", lambda: str(compiler))
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
+    source.write_text("int answer(void) { return 42; }")
+    try:
+        assert plain_library(source, "an answer").answer() == 42
+    finally:
+        forget_unshared()
+    source.write_text("int answer(void) { return nothing; }")
+    with pytest.raises(ToolchainError, match=r"(?s)C did not compile.*identifier 'nothing'"):
+        plain_library(source, "no answer")
