@@ -24,6 +24,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -334,8 +335,9 @@ def train(
     return rows
 
 
-def without_the_tail() -> None:
-    """Plant a mistake: the last 32 rows of every group do not count."""
+@contextmanager
+def without_the_tail() -> Iterator[None]:
+    """A mistake: in the block the last 32 rows of every group do not count."""
     right = autograd.grouped_gemm_wgrad
 
     def wrong(*arguments: Any, **options: Any) -> Tensor:
@@ -344,6 +346,10 @@ def without_the_tail() -> None:
         return right(*operands, lens, **options)
 
     autograd.grouped_gemm_wgrad = wrong
+    try:
+        yield
+    finally:
+        autograd.grouped_gemm_wgrad = right
 
 
 def verdict(rows: list[Row]) -> bool:
@@ -395,9 +401,8 @@ def train_seed(
     seed: int, steps: int, size: Size, device: torch.device, wrong_tail: bool
 ) -> list[Row]:
     """``train``, with the planted mistake if wanted."""
-    if wrong_tail:
-        without_the_tail()
-    return train(seed, steps, size, device)
+    with without_the_tail() if wrong_tail else nullcontext():
+        return train(seed, steps, size, device)
 
 
 def main() -> int:
