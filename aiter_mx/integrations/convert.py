@@ -86,11 +86,12 @@ def convert(
         raise CheckpointError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if not shards or not (source / "config.json").is_file():
         raise CheckpointError(f"{source} holds no config.json beside *.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
+    config = _object_in(source / "config.json")
+    if by := config.get("quantization_config"):
+        method = by.get("quant_method") if isinstance(by, dict) else by
         raise CheckpointError(f"{source} is quantised already, by {method!r}")
     headers = {shard.name: read_header(shard) for shard in shards}
+    _refuse_missing(source, {stored.name for header in headers.values() for stored in header})
     transposed = _transposed(stored for header in headers.values() for stored in header)
     plans = {name: _plan(header, engine, keep, transposed) for name, header in headers.items()}
     _claim(target, shards, engine, keep)
@@ -129,6 +130,30 @@ def convert(
         _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
     (target / _STATE).unlink()
     return Written(quantised, kept, before, after)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, got a {type(found).__name__}")
+    return found
+
+
+def _refuse_missing(source: Path, names: set[str]) -> None:
+    """Raise where the checkpoint's index names tensors that are not there, as after a download that
+    was cut short."""
+    if not (source / _INDEX).is_file():
+        return
+    shards = _object_in(source / _INDEX).get("weight_map") or {}
+    if missing := sorted(set(shards) - names):
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} of the {len(shards)} tensors that {_INDEX} names, such "
+            f"as {missing[0]} of {shards[missing[0]]}; fetch the shards that are missing"
+        )
 
 
 def _configuration(engine: str, ignored: list[str]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _compile_functions(text: str, out: Path) -> None:
 
 
 def _compile(what: Sequence[str | Path], out: Path) -> None:
-    command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", *map(str, what), "-o", str(out)]
+    command = [c_compiler(), *_FLAGS, f"-I{_HERE / 'csrc'}", *what, "-o", out]
     try:
         run(command, out.parent)
     except BuildError as error:

@@ -269,6 +269,42 @@ def test_what_cannot_be_converted_is_said(source: Path, tmp_path: Path) -> None:
             convert(damaged, tmp_path / "of_damaged")
 
 
+def test_a_checkpoint_with_shards_that_are_missing_is_refused(source: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(source, part)
+    shard = sorted(part.glob("*.safetensors"))[1]
+    first = min(load_file(shard))
+    shard.unlink()
+    message = rf"lacks \d+ of the \d+ tensors that .*\.json names, such as {first} of {shard.name}"
+    with pytest.raises(CheckpointError, match=message):
+        convert(part, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json is no JSON: Expecting property name"),
+        ("[]", r"config\.json must hold an object, got a list"),
+        ('{"quantization_config": "fp8"}', "is quantised already, by 'fp8'"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(
+    source: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    shutil.copytree(source, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "other", tmp_path / "out")
+
+
+def test_a_configuration_that_says_none_is_as_if_it_said_nothing(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text('{"quantization_config": null}')
+    save_file({"up_proj.weight": torch.randn(32, 64)}, tmp_path / "plain" / "model.safetensors")
+    assert convert(tmp_path / "plain", tmp_path / "out").quantised == ["up_proj.weight"]
+
+
 def test_command_lists_what_stays(source: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
