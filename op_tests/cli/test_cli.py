@@ -18,6 +18,7 @@ from aiter_mx.cli.source_lines import source_lines
 from aiter_mx.errors import ToolchainError
 from aiter_mx.jit.build import build
 from aiter_mx.jit.fingerprint import code_hash
+from aiter_mx.jit.folder import cache_dir
 from aiter_mx.jit.toolchain import find_toolchain
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
@@ -27,11 +28,19 @@ from aiter_mx.sim.timing.constants import shipped
 from aiter_mx.target import hardware
 from op_tests.cli.conftest import assert_refused
 
+USUAL_CACHE = str(cache_dir())
+
 
 @pytest.fixture(autouse=True)
 def own_cache_and_no_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("AITER_MX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("aiter_mx.dispatch.tables.configs_dir", lambda: tmp_path / "none")
+
+
+@pytest.fixture
+def usual_cache(own_cache_and_no_tables, monkeypatch):
+    """Where the simulator need not be compiled anew."""
+    monkeypatch.setenv("AITER_MX_CACHE_DIR", USUAL_CACHE)
 
 
 def test_help_names_every_command_and_imports_nothing_heavy():
@@ -212,6 +221,7 @@ def test_isa_reports_resources_and_mix_of_a_gfx950_kernel(command):
     assert int(row[2]) == loads > 0
 
 
+@pytest.mark.usefixtures("usual_cache")
 def test_isa_run_counts_a_simulated_launch_and_models_its_time(command):
     status, out, _ = command(
         "isa", "mfma", "--M", "5", "--N", "96", "--K", "2048", "--out-dtype", "fp32", "--run"
@@ -247,6 +257,7 @@ def test_isa_run_counts_a_simulated_launch_and_models_its_time(command):
     assert "--run simulates gfx950, not sm_90a" in error
 
 
+@pytest.mark.usefixtures("usual_cache")
 def test_isa_plots_a_timeline(command, tmp_path):
     picture = tmp_path / "unit.png"
     shape = ("--N", "96", "--K", "512")
