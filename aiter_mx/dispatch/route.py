@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import Config, KernelSpec
 
 Clause: TypeAlias = str | Callable[[], str]
@@ -49,7 +50,18 @@ class Route:
         written = (clause if isinstance(clause, str) else clause() for clause in self.clauses)
         return "; ".join(dict.fromkeys(filter(None, written)))
 
+    def __reduce__(self) -> tuple[Callable[..., Route], tuple[object, ...]]:
+        """Another process has the declaration too, which holds what cannot be sent."""
+        spec = self.spec
+        arch = next(iter(spec.modules[-1].sources if spec.modules else spec.archs), "cpu")
+        named = (self.op, arch, self.backend, self.kernel)
+        return _sent, (named, dict(self.config), self.source, self.reason)
+
     def __repr__(self) -> str:
         config = " ".join(f"{name}={value}" for name, value in self.config.items())
         chosen = f"{self.backend}/{self.kernel}" + (f" {config}" if config else "")
         return f"Route({self.op}: {chosen}, by {self.source})"
+
+
+def _sent(named: tuple[str, str, str, str], config: Config, source: str, reason: str) -> Route:
+    return Route(find_kernel(*named), config, source, (reason,))

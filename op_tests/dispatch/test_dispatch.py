@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,8 +17,9 @@ import aiter_mx
 from aiter_mx.dispatch import dispatcher, tables
 from aiter_mx.dispatch.cells import parse_config
 from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.dispatch.route import Route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.registry import find_kernel, kernels_of
+from aiter_mx.kernels.registry import find_kernel, kernels_of, ops
 from aiter_mx.kernels.spec import Key
 from aiter_mx.plan import build_requests
 from aiter_mx.target import CPU, hardware
@@ -287,3 +290,12 @@ def test_a_tables_row_computes_the_linear_after_a_quantisation_too(use_table: Us
         built = build_requests(GFX950, [problem], [chosen])
         assert [request.source[:6] for request in built] == ["quanti", "linear"]
         assert dict(built[1].defines)["MX_WAVES"] == waves
+
+
+def test_a_route_can_be_sent_to_another_process_and_copied(use_table: UseTable) -> None:
+    use_table(gemv_row())
+    tuned = route("linear", GFX950, PROBLEM)
+    for copied in (pickle.loads(pickle.dumps(tuned)), copy.deepcopy(tuned)):
+        assert (copied, copied.reason) == (tuned, tuned.reason)
+    for kernel in (kernel for op in ops() for kernel in kernels_of(op)):
+        assert pickle.loads(pickle.dumps(Route(kernel, {}, "a test"))).spec is kernel
