@@ -53,9 +53,9 @@
 
 using namespace mx;
 
-constexpr int kTokens = MX_TILE_M;    // a multiple of 8, at most 256; of 32 with a launch ahead
-constexpr int kGroups = MX_GROUPS;    // warpgroups that multiply, side by side along w
-constexpr int kKGroups = MX_K_GROUPS; // as many of each, which share the CTA's part of K
+constexpr int kTokens = MX_TILE_M;               // a multiple of 8, at most 288
+constexpr int kGroups = MX_GROUPS;               // warpgroups that multiply, side by side along w
+constexpr int kKGroups = MX_K_GROUPS;            // as many of each, which share the CTA's part of K
 constexpr int kSplit = MX_PAIRS ? 1 : MX_SPLIT;  // CTAs that share K
 constexpr int kInTurn = MX_PAIRS ? MX_SPLIT : 1; // parts of K that a CTA adds up in their order
 constexpr bool kOwnX = MX_OWN_X;     // each CTA makes bf16 of its x itself, without a launch ahead
@@ -107,8 +107,13 @@ static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out 
                                                "aiter_mx/kernels/linear/wgmma_bf16_sm90.py");
 // Registers of a thread that copies and of one that multiplies, once it is known which it is, and
 // of both before.
-constexpr int kHelperRegisters = kPairs ? 40 : 56;
-constexpr int kConsumerRegisters = kGroups == 3 ? 152 : kTokens <= 128 ? 184 : kPairs ? 232 : 224;
+constexpr bool kMany = kTokens > 256; // tokens: then pairs have few registers to spare
+constexpr int kHelperRegisters = kPairs && kMany ? 24 : kPairs ? 40 : 56;
+constexpr int kConsumerRegisters = kGroups == 3     ? 152
+                                   : kTokens <= 128 ? 184
+                                   : !kPairs        ? 224
+                                   : kMany          ? 240
+                                                    : 232;
 constexpr bool kSetsRegisters = kGroups > 1;
 // CTAs that an SM has room for.
 constexpr int kOfSm = kTokens > 64 || MX_SHARED_BYTES > 113 << 10 ? 1
@@ -799,6 +804,21 @@ struct Consumer {
             barrier_arrive(shared + kWEmpty + 8 * stage);
     }
 
+    // A tile of more tokens than a wgmma takes is multiplied in two parts.
+    static constexpr int kFirstTokens = kTokens > 256 ? (kTokens / 2 + 7) / 8 * 8 : kTokens;
+    static constexpr int kSecondAt = kFirstTokens / 8 * kOctetBytes;
+    template <int Sums>
+    MX_MEMBER static void wgmma_tokens(float (&sums)[Sums], const unsigned (&a)[4],
+                                       unsigned long long b, unsigned long long second) {
+        constexpr int first = kFirstTokens / 2, others = Sums - first;
+        if constexpr (others == 0) {
+            wgmma(sums, a, b);
+        } else {
+            wgmma(reinterpret_cast<float (&)[first]>(sums), a, b);
+            wgmma(reinterpret_cast<float (&)[others]>(sums[first]), a, second);
+        }
+    }
+
     // Multiplies a unit, which is in registers as a[Buffer], while the next becomes a[1 - Buffer].
     template <int Buffer, bool Last>
     MX_MEMBER void multiply(float (&sums)[kTokens / 2], unsigned (&a)[2][4][4]) {
@@ -808,8 +828,8 @@ struct Consumer {
         x.next();
         const MatrixDescriptor b(shared + stage * kXStageBytes, kStepBytes / 2, kOctetBytes);
         wgmma_fence();
-        wgmma(sums, a[Buffer][0], b.at(0));
-        wgmma(sums, a[Buffer][1], b.at(kStepBytes));
+        wgmma_tokens(sums, a[Buffer][0], b.at(0), b.at(kSecondAt));
+        wgmma_tokens(sums, a[Buffer][1], b.at(kStepBytes), b.at(kSecondAt + kStepBytes));
         wgmma_commit();
         if constexpr (!Last)
             fetch<Buffer == 0>();
@@ -822,8 +842,8 @@ struct Consumer {
             expand<1>(a[1 - Buffer]);
         }
         wgmma_fence();
-        wgmma(sums, a[Buffer][2], b.at(2 * kStepBytes));
-        wgmma(sums, a[Buffer][3], b.at(3 * kStepBytes));
+        wgmma_tokens(sums, a[Buffer][2], b.at(2 * kStepBytes), b.at(kSecondAt + 2 * kStepBytes));
+        wgmma_tokens(sums, a[Buffer][3], b.at(3 * kStepBytes), b.at(kSecondAt + 3 * kStepBytes));
         wgmma_commit();
         if constexpr (!Last) {
             expand<2>(a[1 - Buffer]);
@@ -998,7 +1018,7 @@ struct Consumer {
         outside |= first_finds(ended >= kOutside);
         // In the order of K: the sum of all parts before this one, this one, those after it. One
         // part before it is added to it as it is, and leaves registers for more at a time.
-        constexpr int most = kOctets % 8 == 0 ? 8 : kOctets % 4 == 0 ? 4 : 1;
+        constexpr int most = kOctets % 8 == 0 ? 8 : 4;
         constexpr int many = kTokens > 192 && most == 8 ? 4 : most;
         if (of.cluster - first <= 1)
             add_parts<most, false>(sums, first, last, begin);
@@ -1010,7 +1030,6 @@ struct Consumer {
     // or more.
     template <int Batch, bool ManyBefore>
     MX_MEMBER void add_parts(float (&sums)[kTokens / 2], int first, int last, int begin) const {
-        static_assert(kOctets % Batch == 0);
         const int own = t.schedule.cluster;
 #pragma unroll
         for (int j = 0; j < kOctets; j += Batch) {
@@ -1019,17 +1038,17 @@ struct Consumer {
                 if (cluster == own) {
                     if constexpr (ManyBefore)
 #pragma unroll
-                        for (int i = 0; i < Batch; ++i)
+                        for (int i = 0; i < Batch && j + i < kOctets; ++i)
                             add_to(sums, j + i, before[i]);
                     continue;
                 }
                 const unsigned char* const from = place(cluster, begin) + j * kGroupThreads * 16;
                 float4 part[Batch];
 #pragma unroll
-                for (int i = 0; i < Batch; ++i)
+                for (int i = 0; i < Batch && j + i < kOctets; ++i)
                     part[i] = load_cached(from + i * kGroupThreads * 16);
 #pragma unroll
-                for (int i = 0; i < Batch; ++i)
+                for (int i = 0; i < Batch && j + i < kOctets; ++i)
                     if (!ManyBefore || cluster > own) {
                         add_to(sums, j + i, part[i]);
                     } else if (cluster == first) {

@@ -17,8 +17,8 @@
 
 using namespace mx;
 
-constexpr int kThreads = 256, kWarps = kThreads / kLanes, kBlock = 32;
-constexpr int kMostTokens = 256, kOfWarp = kMostTokens / 8 / kWarps; // octets
+// Eight warps have four octets of tokens each; of tiles of more, each further warp has one.
+constexpr int kWarps = 8, kOfWarp = 4, kBlock = 32;
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
 
 // 16 k of a token as loaded, and what they are quantised to.
@@ -40,7 +40,7 @@ struct Incoming {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __maxnreg__(kQuantises ? 64 : 48)
     aiter_mx_linear_wgmma_bf16_x(const unsigned char* xq, const unsigned char* x_scales,
                                  const unsigned char* wq, const unsigned char* w_scales,
                                  const void*, void*, unsigned char* memory, long M, long K,
@@ -52,30 +52,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (swapped) // the dependent reads the real x at once
         launch_dependents();
     const XWorkspace to{memory, M, K, tile_tokens, kQuantises};
-    for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < XWorkspace::kCounters;
-         i += gridDim.x * kThreads)
+    for (unsigned i = blockIdx.x * kWarps * kLanes + threadIdx.x; i < XWorkspace::kCounters;
+         i += gridDim.x * kWarps * kLanes)
         to.ended()[i] = 0;
     const long tile = blockIdx.x / to.units(), unit = blockIdx.x % to.units();
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const int token = lane / 2 % 8, step = lane / 16 * 2 + lane % 2;
     const long k = unit * XWorkspace::kUnit + step * 16;
-    const int octets = tile_tokens / 8;
+    const int first = warp < kWarps ? warp : warp + (kOfWarp - 1) * kWarps; // octet
+    const int left = tile_tokens / 8 - first;
+    const long first_row = tile * tile_tokens + first * 8 + token;
     Incoming incoming[kOfWarp];
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
-        const int octet = warp + i * kWarps;
-        const long row = min(tile * tile_tokens + octet * 8 + token, M - 1);
-        if (k < K && octet < octets)
+        const long row = min(first_row + i * kWarps * 8, M - 1);
+        if (k < K && i * kWarps < left)
             incoming[i].load_from(x, xs, row * K + k);
     }
     bool outside = false;
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
-        const int octet = warp + i * kWarps;
-        if (octet >= octets)
+        if (i * kWarps >= left)
             break;
         const auto [payload, scale] = incoming[i].result();
-        const long row = tile * tile_tokens + octet * 8 + token;
+        const long row = first_row + i * kWarps * 8;
         if (kQuantises && k < K && row < M) {
             store_vector(to.payload() + row * K + k, payload);
             if (lane % 2 == 0)
@@ -88,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             e4m3x4_to_bf16(payload[j], factor, even.words[j], odd.words[j]);
-        unsigned char* const place = to.unit(tile, unit) + octet * 1024 + step * 256 + token * 16;
+        unsigned char* const place =
+            to.unit(tile, unit) + (first + i * kWarps) * 1024 + step * 256 + token * 16;
         store_vector(place, even);
         store_vector(place + 128, odd);
     }

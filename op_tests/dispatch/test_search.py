@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
 from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M, way_of
 from aiter_mx.kernels.linear.persistent_choice_gfx950 import persistent_tile
-from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
-    MOST_OWN_M,
-    _costs,
-    _costs_of_many,
-    _own_tiles,
-    rows_chosen_for,
-)
 from aiter_mx.kernels.registry import kernels_of, ops, problem_type
 from aiter_mx.kernels.search import Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import KernelSpec, Param, Problem, combinations
@@ -91,13 +83,6 @@ def test_candidates_are_legal_and_fit_and_the_first_is_chosen(
             code = Code(kernel.name, way.row_tiles, way.col_tiles, config["waves"], way.splits)
             is_of_menu = most.M > BLOCK_M and code in menu(target, problem.N, problem.K)
             assert is_of_menu or config == kernel.candidates(target, most)[0]
-        elif (kernel.op, kernel.name) == ("linear", "wgmma_bf16"):
-            alike = replace(problem, M=rows_chosen_for(problem.M))
-            costs = partial(_costs, _own_tiles) if alike.M <= MOST_OWN_M else _costs_of_many
-            own = list(costs(target, alike, Least()))
-            assert tuple(kernel.configure(target, problem).values()) == min(own)[2]
-            # These are the best of its tiles, or the best of all.
-            assert candidates[0] == kernel.configure(target, problem)
         elif (kernel.op, kernel.name, arch) == ("linear", "persistent", "gfx950"):
             tile = persistent_tile(target, problem)
             own = [c for c in candidates if (c["tile_m"], c["tile_n"]) == tile]

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aiter_mx.kernels.linear import invariant_sm90
+from aiter_mx.kernels.linear.choice_sm90 import (
+    WGMMA_BF16,
+    WGMMA_BF16_SWAPPED,
+    WGMMA_FP8,
+    WGMMA_FP8_TILED,
+)
 from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.grouped import PERSISTENT_SM90
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
@@ -21,11 +27,7 @@ from aiter_mx.kernels.linear.problem import (
 from aiter_mx.kernels.linear.triton import DOT_SCALED
 from aiter_mx.kernels.linear.vendor import SCALED_MM
 from aiter_mx.kernels.linear.wgmma_bf16_few_sm90 import declare_few
-from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
-from aiter_mx.kernels.linear.wgmma_bf16_swapped_sm90 import WGMMA_BF16_SWAPPED
 from aiter_mx.kernels.linear.wgmma_f16_sm90 import WGMMA_F16
-from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.spec import KernelSpec, reference
 
 __all__ = ["KERNELS", "KEY", "PROBLEM", "LinearProblem", "stand_ins"]

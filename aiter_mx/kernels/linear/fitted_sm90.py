@@ -77,23 +77,24 @@ WGMMA_FP8_TWO_A = WgmmaFp8(
 )
 """For more than 96, which are wgmma's A of two warpgroups."""
 WGMMA_FP8_TILED = WgmmaFp8(
-    bytes_a_cycle=47.3,
-    block=13.7,
-    column=1.5,
-    sharing=24.6,
+    bytes_a_cycle=44.7,
+    block=11.6,
+    column=1.58,
+    sharing=29.6,
     waited=98,
-    waited_single=330,
-    kept=0.0913,
-    sent=0.167,
-    member=572,
-    odd_cluster=550,
-    in_words=114,
-    between_passes=2350,
-    together=2.72,
+    waited_single=334,
+    kept=0.121,
+    sent=0.292,
+    member=148,
+    odd_cluster=0.08,
+    in_words=90,
+    between_passes=2190,
+    together=3.82,
 )
-"""In tiles of 64 and 128 rows, for 81 to 2,048. These and those above are fitted to what half of
-some 50 weights took on an H200, 1,900 times, and are as good for the other half."""
-START_OF_FP8, START_OF_FP8_TILED, START_OF_BF16 = 3900, 2510, 3170
+"""In tiles, whether x is wgmma's A or w is. Of these numbers those for 97 to 128 rows are fitted to
+what half of some 50 weights took on an H200, 1,900 times; those in tiles to 9,100 times of 36
+weights at 88 to 2,048 rows."""
+START_OF_FP8, START_OF_FP8_TILED, START_OF_BF16 = 3900, 2570, 4660
 """Of a call of more than 64 rows, beyond what the models of ``wgmma_fp8``, ``wgmma_fp8_tiled`` and
 ``wgmma_bf16`` have."""
 
@@ -213,66 +214,50 @@ class WgmmaBf16:
     Attributes:
         group, product: for 64 k of 64 features: itself, which is what memory takes to bring them,
             and for each token, which is what the matrix unit takes; whichever is longer.
+        group_alone, product_alone: likewise, of a CTA of which one warpgroup multiplies.
         bytes_a_cycle: of operands, that an SM copies.
+        crowded: by how much longer x takes, times the square of its size in tens of millions.
         together: the exponent by which copying and computing add up.
         stored, exchanged: bytes of sums a cycle that are stored, and that come from the other parts
             of K.
         tile, exchange: for each tile: itself, and its exchange where K is shared.
         start: of pairs of CTAs, beyond that of others.
-        expanded: for each million values of x, by the launch ahead; 0 where other numbers have it.
+        expanded: for each million values of x, by the launch ahead.
     """
 
-    group: float = 373
-    product: float = 2.23
-    bytes_a_cycle: float = 84
-    together: float = 1.85
-    stored: float = 89
-    exchanged: float = 11.9
-    tile: float = 6710
-    exchange: float = 1580
+    group: float = 323
+    product: float = 2.09
+    group_alone: float = 353
+    product_alone: float = 1.34
+    bytes_a_cycle: float = 79.1
+    crowded: float = 0.346
+    together: float = 1.61
+    stored: float = 42.5
+    exchanged: float = 16.5
+    tile: float = 5700
+    exchange: float = 2280
     start: float = 0
-    expanded: float = 0
+    expanded: float = 300
 
 
 WGMMA_BF16_PAIRS = WgmmaBf16(
-    group=333,
-    product=1.72,
-    bytes_a_cycle=39,
-    together=1.64,
-    stored=32,
-    exchanged=21.4,
-    tile=3750,
-    exchange=3150,
-    start=5400,
+    group=348,
+    product=2.02,
+    group_alone=437,
+    product_alone=1.91,
+    bytes_a_cycle=41.6,
+    crowded=0.304,
+    together=1.57,
+    stored=24.5,
+    exchanged=12.6,
+    tile=291,
+    exchange=3550,
+    start=5010,
 )
 """Where pairs of CTAs stay: ``tile`` is for each part of a tile that one computes, ``exchange`` for
-each that is not a whole tile, and what is ``exchanged`` for each that another computes."""
-
-
-WGMMA_BF16_LARGE = WgmmaBf16(
-    group=358.7,
-    bytes_a_cycle=125.6,
-    together=1.767,
-    stored=78.73,
-    exchanged=15.37,
-    exchange=1175,
-    expanded=1707,
-)
-WGMMA_BF16_PAIRS_LARGE = WgmmaBf16(
-    group=246.3,
-    product=1.72,
-    bytes_a_cycle=39,
-    together=1.64,
-    stored=47.84,
-    exchanged=23.01,
-    tile=3318,
-    exchange=1872,
-    start=5400,
-    expanded=1707,
-)
-"""For 768 to 4,096 rows, from every second of 160 cells timed on an H200 with all tiles that the
-models have near the least. By them the choice takes 1 % more than the best of these tiles, over the
-other cells as over those; by the numbers for fewer rows it takes 2 %, and up to 25 %."""
+each that is not a whole tile, and what is ``exchanged`` for each that another computes. These and
+the numbers of ``WgmmaBf16`` are fitted to 11,400 times of 36 weights at 65 to 2,048 rows on an
+H200; of 600 other times, up to 4,096 rows, they are 4 to 7 % off."""
 
 
 @dataclass(frozen=True)

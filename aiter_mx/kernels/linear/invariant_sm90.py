@@ -28,6 +28,7 @@ _MANY, _WEIGHT_OF_FEW = (
     2,
 )  # rows that have a say in the parts, beside one
 _ONE_TILE_M = 64
+_TILES_M = (96, 128, 160, 192, 256)  # of more, few, so that few code objects serve all rows
 _MIN_PAIRS_M = 1025  # for fewer rows the model prefers pairs that were slower
 _MOST_OF_ROUNDS = 16  # tokens of a tile of few, of which CTAs may come after others
 _KEPT_BYTES = 50  # of sums that an SM puts away or gets back in a cycle
@@ -73,19 +74,19 @@ def _costs_of_one_tile(target: Target, problem: LinearProblem, parts: int) -> It
 
 def _costs_of_many(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:
     units = -(-problem.K // (CHUNK * parts)) * _UNITS
-    for tile in many.tiles_of_splits():
+    for tile in many.tiles_of_splits(_TILES_M):
         config = {"tile_m": tile.tile_m, "tile_n": tile.tile_n, "split": parts, "pairs": 0}
         if layout(target, problem, config) is None:
             continue
         tiles = -(-problem.M // tile.tile_m) * -(-problem.N // tile.tile_n)
         rounds = -(-tiles // most_clusters(target, parts))
-        yield rounds * many.cycles_of_part(tile, parts, units), config
+        yield rounds * many.cycles_of_part(problem, tile, parts, units), config
 
 
 def _costs_of_pairs(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:
     """Of pairs of CTAs that compute whole tiles, all parts of K in turn."""
     units = -(-problem.K // CHUNK) * _UNITS
-    for tile in many.tiles_of_pairs():
+    for tile in many.tiles_of_pairs(_TILES_M):
         tiles = -(-problem.M // tile.tile_m) * -(-problem.N // (2 * tile.tile_n))
         most = target.cu_num // 2
         rounds = -(-tiles // most)
@@ -97,7 +98,7 @@ def _costs_of_pairs(target: Target, problem: LinearProblem, parts: int) -> Itera
         if layout(target, problem, config) is None:
             continue
         kept = 2 * (parts - 1) * tile.sums / _KEPT_BYTES
-        yield rounds * (units * tile.unit + tile.itself + kept), config
+        yield rounds * (units * tile.unit(problem) + tile.itself + kept), config
 
 
 def _costs(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:

@@ -9,8 +9,9 @@ from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, RESERVED_BYTES, SHARED_BYTE
 from aiter_mx.kernels.spec import Config, Param
 from aiter_mx.target import Target
 
+_TOKENS = (32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 256, 272, 288)
 PARAMS = (
-    Param("tile_m", (32, 64, 96, 128, 160, 192, 256), "tokens of a tile"),
+    Param("tile_m", _TOKENS, "tokens of a tile"),
     Param("tile_n", (64, 128, 192), "features of a CTA, 64 for each warpgroup that multiplies"),
     Param("split", (1, 2, 3, 4, 6, 8), "parts of K: CTAs of a cluster, or of pairs in turn"),
     Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
@@ -18,7 +19,7 @@ PARAMS = (
 
 FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
 PAIR = 2  # CTAs of a cluster
-MOST_TOKENS = {64: 256, 128: 256, 192: 128}  # of a tile, by its features: registers for sums
+MOST_TOKENS = {64: 288, 128: 288, 192: 128}  # of a tile, by its features: registers for sums
 MOST_PAIRED = 128  # features of a CTA of a pair
 UNIT = 64  # k that are multiplied at a time
 _FLAG_BYTES = 2048  # barriers, and which tokens and features have scales that bf16 does not cover

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import w_map
 from aiter_mx.kernels.linear.fitted_sm90 import (
-    WGMMA_BF16_LARGE,
     WGMMA_BF16_MANY,
     WGMMA_BF16_PAIRS,
-    WGMMA_BF16_PAIRS_LARGE,
     WgmmaBf16,
 )
 from aiter_mx.kernels.linear.many_rows_sm90 import (
     cycles_of_pairs,
     pairs_that_suit,
-    persistent_cycles,
     work_of,
 )
 from aiter_mx.kernels.linear.problem import (
@@ -43,7 +40,7 @@ from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import (
     layout,
     tile_count,
 )
-from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
+from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import (
     GROUP_ROWS,
     most_clusters,
@@ -67,24 +64,14 @@ from aiter_mx.target import Target
 MIN_M = 17
 _MIN_TIMED_M = 33
 _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
-_MIN_OWN_M = 65  # without a table: the other kernels have tiles of so few rows
-# Without a table, tiles are any up to so many rows. Above, those of pairs are large, and up to
-# MOST_OWN_M rows there are these, of tokens and features, of clusters of so many.
-_FEW_TOKENS, _LARGE = 128, 160
-_OWN_WIDE_SPLITS = (1, 2)  # of tiles of 192 features, of few tokens
-_OWN_SPLITS = {
-    (192, 64): (1, 2),
-    (256, 64): (1, 2),
-    (160, 128): (1,),
-    (256, 128): (1,),
-}
-_OWN_SPLITS_OF_MANY = {**_OWN_SPLITS, (192, 64): (1,)}  # from _MIN_MANY rows on
+_MANY = 256  # tokens of a tile beyond MOST_OWN_M rows, unless a menu has others
+_OWN_SPLITS = (1, 2)  # of a menu: more are seldom faster
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
-MOST_OWN_M = 4096  # without a table: beyond, models of it and persistent are asked
+MOST_OWN_M = 4096  # of a menu: beyond, models of it and persistent are asked
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
-_MIN_MANY = 768  # rows: from here to MOST_OWN_M the model has other numbers
 _MILLION = 1e6
+_MOST_CROWDED = 15.0  # millions of values of x: the model has no more
 
 
 _layout = where_it_fits(layout)
@@ -103,16 +90,25 @@ def _refusal(target: Target, problem: LinearProblem | Sizes) -> str | None:
 
 
 class Tile(NamedTuple):
-    """A tile of a CTA, and what the model takes for 64 k of it, itself, and its sums' bytes; and
-    the numbers that say so."""
+    """A tile of a CTA, and what the model takes for 64 k of it, to compute and to copy w and x;
+    itself; and its sums' bytes; and the numbers that say so."""
 
     tile_m: int
     tile_n: int
     pairs: bool
-    unit: float
+    computed: float
+    of_w: float
+    of_x: float
     itself: float
     sums: int
     fitted: WgmmaBf16
+
+    def unit(self, sizes: LinearProblem | Sizes) -> float:
+        """Of 64 k, where all x is so large that some of the L2 is too far away."""
+        of, millions = self.fitted, min(sizes.M * sizes.K / _MILLION, _MOST_CROWDED)
+        copied = self.of_w + self.of_x * (1 + of.crowded * (millions / 10) ** 2)
+        cycles: float = (self.computed**of.together + copied**of.together) ** (1 / of.together)
+        return cycles
 
 
 @cache
@@ -126,183 +122,112 @@ def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
 
 
 def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
-    computed = tile_n // GROUP_ROWS * max(of.group, of.product * tile_m)
-    copied = (tile_m * (1 if pairs else 2) + tile_n) * UNIT / of.bytes_a_cycle
-    unit = (computed**of.together + copied**of.together) ** (1 / of.together)
+    groups = tile_n // GROUP_ROWS
+    if groups == 1:
+        computed = max(of.group_alone, of.product_alone * tile_m)
+    else:
+        computed = groups * max(of.group, of.product * tile_m)
+    of_w, of_x = (
+        values * UNIT / of.bytes_a_cycle for values in (tile_n, tile_m * (1 if pairs else 2))
+    )
     sums = tile_m * tile_n * 4
-    return Tile(tile_m, tile_n, pairs, unit, of.tile + sums / of.stored, sums, of)
+    itself = of.tile + sums / of.stored
+    return Tile(tile_m, tile_n, pairs, computed, of_w, of_x, itself, sums, of)
 
 
-Tiles = tuple[tuple[Tile, tuple[int, ...]], ...]
-"""Tiles that are weighed, each with the splits of K that are."""
-
-
-def _fitted_for(M: int) -> tuple[WgmmaBf16, WgmmaBf16]:
-    """The numbers of CTAs that share no x, and of pairs."""
-    if _MIN_MANY <= M <= MOST_OWN_M:
-        return WGMMA_BF16_LARGE, WGMMA_BF16_PAIRS_LARGE
-    return FITTED, FITTED_PAIRS
-
-
-def expanding(rows: int, K: int, fitted: WgmmaBf16) -> float:
+def expanding(rows: int, K: int) -> float:
     """Cycles of the launch ahead for an operand of so many rows."""
-    return rows * K / _MILLION * fitted.expanded
+    return rows * K / _MILLION * FITTED.expanded
 
 
-def _every_tile(M: int) -> Tiles:
-    return tuple((tile, PARAMS[2].values) for tile in _tiles_of(*_fitted_for(M)))
-
-
-def _own_tiles(M: int) -> Tiles:
-    """What is chosen from without a table: few tiles, so that few code objects serve all numbers of
-    rows."""
-    return _own_tiles_of(*_fitted_for(M), M <= _FEW_TOKENS, M <= MOST_OWN_M)
-
-
-@cache
-def _own_tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16, few: bool, many: bool) -> Tiles:
-    every: tuple[int, ...] = PARAMS[2].values
-    found = []
-    own_splits = _OWN_SPLITS_OF_MANY if splits is WGMMA_BF16_LARGE else _OWN_SPLITS
-    for tile in _tiles_of(splits, pairs):
-        if few:
-            own = every if tile.tile_n <= MOST_PAIRED else _OWN_WIDE_SPLITS
-        elif tile.pairs:
-            own = every if tile.tile_n == MOST_PAIRED and tile.tile_m > _LARGE else ()
-        else:
-            own = own_splits.get((tile.tile_m, tile.tile_n), ()) if many else ()
-        if own:
-            found.append((tile, own))
-    return tuple(found)
-
-
-def _costs(
-    tiles_for: Callable[[int], Tiles],
-    target: Target,
-    problem: LinearProblem | Sizes,
-    least: Least,
+def costs_of(
+    target: Target, sizes: LinearProblem | Sizes, tile: Tile, split: int
 ) -> Iterator[Costed]:
-    """A model of a call's time beyond its start, see ``FITTED``."""
-    M, N, chunks = problem.M, problem.N, chunks_of(problem)
-    most = target.cu_num // PAIR
-    bounds = []
-    for tile, splits in tiles_for(M):
-        features = tile.tile_n * (PAIR if tile.pairs else 1)
-        tiles = -(-M // tile.tile_m) * -(-N // features)
-        side_by_side = most if tile.pairs else target.cu_num
-        multiplied = tiles * tile.unit / side_by_side * 2 * chunks
-        bound = (multiplied + expanding(M, problem.K, tile.fitted)) * ROUNDED_OFF
-        bounds.append((bound, tiles, tile, splits))
-    for bound, tiles, tile, splits in sorted(bounds):
-        if bound > least.cost:
-            return
-        expanded = expanding(M, problem.K, tile.fitted)
-        if tile.pairs:
-            for cycles, more, values in _costs_of_pairs(target, chunks, tiles, tile):
-                yield cycles + expanded, more, values
-            continue
-        for split in splits:
-            if split <= chunks:
-                part = cycles_of_part(tile, split, -(-chunks // split) * 2)
-                cycles = -(-tiles // most_clusters(target, split)) * part + expanded
-                yield cycles, (), (tile.tile_m, tile.tile_n, split, 0)
+    """A model of a call's time beyond its start, see ``FITTED``: of a tile of pairs with each of
+    the numbers of them that suit it, of another with its parts of K."""
+    expanded = expanding(sizes.M, sizes.K)
+    if tile.pairs:
+        for cycles, more, values in costs_of_pairs(target, sizes, tile):
+            yield cycles + expanded, more, values
+    elif split <= (chunks := chunks_of(sizes)):
+        rounds = -(-tile_count(sizes, tile.tile_m, tile.tile_n) // most_clusters(target, split))
+        part = cycles_of_part(sizes, tile, split, -(-chunks // split) * 2)
+        yield rounds * part + expanded, (), (tile.tile_m, tile.tile_n, split, 0)
 
 
-def cycles_of_part(tile: Tile, split: int, units: int) -> float:
+def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
+    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+        for split in PARAMS[2].values[:1] if tile.pairs else PARAMS[2].values:
+            yield from costs_of(target, problem, tile, split)
+
+
+def codes() -> Iterator[tuple[Tile, int]]:
+    """What menus are made of, each a code object: tiles, with parts of K."""
+    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+        if not tile.pairs:
+            yield from ((tile, split) for split in _OWN_SPLITS)
+        elif tile.tile_n == MOST_PAIRED:  # narrower ones are seldom faster
+            yield tile, 1
+
+
+def cycles_of_part(sizes: LinearProblem | Sizes, tile: Tile, split: int, units: int) -> float:
     """Of a CTA that computes so many times 64 k of a tile, and of its exchange with the others."""
     exchange = 0.0
     if split > 1:
         received = tile.sums * (split - 1) / split
         exchange = received / tile.fitted.exchanged + tile.fitted.exchange
-    return units * tile.unit + tile.itself + exchange
+    return units * tile.unit(sizes) + tile.itself + exchange
 
 
-def tiles_of_splits() -> tuple[Tile, ...]:
-    """Those of CTAs that share no x."""
-    return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs)
+def tiles_of_splits(tiles_m: tuple[int, ...]) -> list[Tile]:
+    """Those of so many tokens, of CTAs that share no x."""
+    return [t for t in _tiles_of(FITTED, FITTED_PAIRS) if t.tile_m in tiles_m and not t.pairs]
 
 
-def tile_of_pairs(tile_m: int, tile_n: int, M: int) -> Tile:
-    """One of these, of a call of so many rows."""
-    return _tile(tile_m, tile_n, _fitted_for(M)[1], True)
+def tile_of_pairs(tile_m: int, tile_n: int) -> Tile:
+    """One of these."""
+    return _tile(tile_m, tile_n, FITTED_PAIRS, True)
 
 
-def tiles_of_pairs() -> tuple[Tile, ...]:
+def tiles_of_pairs(tiles_m: tuple[int, ...]) -> list[Tile]:
     """Those of CTAs of which two share x."""
-    return tuple(tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if tile.pairs)
+    return [t for t in _tiles_of(FITTED, FITTED_PAIRS) if t.tile_m in tiles_m and t.pairs]
 
 
-def costs_of_pairs(target: Target, sizes: Sizes, tile: Tile) -> Iterator[Costed]:
+def costs_of_pairs(target: Target, sizes: LinearProblem | Sizes, tile: Tile) -> Iterator[Costed]:
     """Of a tile of pairs, with the numbers of them that suit it."""
-    tiles = tile_count(sizes, tile.tile_m, PAIR * tile.tile_n)
-    return _costs_of_pairs(target, chunks_of(sizes), tiles, tile)
-
-
-def _costs_of_pairs(target: Target, chunks: int, tiles: int, tile: Tile) -> Iterator[Costed]:
+    chunks, tiles = chunks_of(sizes), tile_count(sizes, tile.tile_m, PAIR * tile.tile_n)
+    unit = tile.unit(sizes)
     for pairs in pairs_that_suit(target, chunks, tiles):
         work = work_of(chunks, tiles, pairs)
         of = tile.fitted
         join = work.parts * of.exchange + work.others * tile.sums / of.exchanged
-        cycles = 2 * work.chunks * tile.unit + work.segments * tile.itself + join
+        cycles = 2 * work.chunks * unit + work.segments * tile.itself + join
         yield of.start + cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-_search = Search(PARAMS, partial(_costs, _every_tile), most=12)
-_own_search = Search(PARAMS, partial(_costs, _own_tiles), most=1)
-
-
-def _costs_of_many(target: Target, sizes: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
-    """Beyond MOST_OWN_M rows, where what is launched ahead counts too."""
-    for tile, _ in _own_tiles(sizes.M):
-        found = cycles_of_pairs(WGMMA_BF16_MANY, target, sizes, tile.tile_m)
-        for pairs, cycles in found.items():
-            yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
-
-
-_many_search = Search(PARAMS, _costs_of_many, most=1)
+_search = Search(PARAMS, _costs, most=12)
 
 
 @lru_cache(maxsize=1024)
-def cheapest(target: Target, sizes: Sizes) -> tuple[float, Config]:
-    """The choice without a table, and its cycles."""
-    search = _own_search if sizes.M <= MOST_OWN_M else _many_search
-    found = search.cheapest(target, sizes)
-    assert found is not None  # any tile fits where K is not shared
-    return found
+def cheapest_of_many(
+    target: Target, sizes: Sizes, tiles_m: tuple[int, ...]
+) -> tuple[float, Config]:
+    """The choice beyond MOST_OWN_M rows without a table, by numbers of their own, and its cycles;
+    of pairs with tiles of so many tokens, or of 256 if none are told."""
+    found = [
+        (cycles, {"tile_m": tile_m, "tile_n": MOST_PAIRED, "split": 1, "pairs": pairs})
+        for tile_m in tiles_m or (_MANY,)
+        for pairs, cycles in cycles_of_pairs(WGMMA_BF16_MANY, target, sizes, tile_m).items()
+    ]
+    return min(found, key=lambda each: each[0])
 
 
-def takes_less(target: Target, sizes: Sizes, cycles: float) -> bool:
-    """Whether these are fewer cycles, found without the least where others are fewer too."""
-    return _own_search.has_less(target, sizes, cycles)
-
-
-def rows_chosen_for(M: int) -> int:
-    """The most rows of those that have one configuration, without a table."""
-    return up(M, 32) if M <= _FEW_TOKENS else M
-
-
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    return cheapest(target, Sizes(rows_chosen_for(problem.M), problem.N, problem.K))[1]
-
-
-def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    """The choice for this number of rows and those near it, then the best for this one alone."""
-    chosen = _configure(target, problem)
+def others_of(target: Target, problem: LinearProblem, chosen: Config) -> list[Config]:
+    """What a tuner should time beside a choice."""
     if problem.M < _MIN_TIMED_M:
-        return [chosen]
-    others = [found for found in _search.candidates(target, problem) if found != chosen]
-    return [chosen, *others]
-
-
-def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M < _MIN_OWN_M:
-        return "the other kernels have tiles of so few rows"
-    if problem.M <= MOST_OWN_M:
-        return None
-    sizes = Sizes(problem.M, problem.N, problem.K)
-    if cheapest(target, sizes)[0] < persistent_cycles(target, sizes):
-        return None
-    return "persistent expands x while it multiplies"
+        return []
+    return [found for found in _search.candidates(target, problem) if found != chosen]
 
 
 def defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -386,7 +311,10 @@ def _x_scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[
 
 
 def x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    return Geometry(grid=(_units(problem, config), 1, 1), block=(256, 1, 1), overlaps=problem.pdl)
+    threads = max(256, 256 + (config["tile_m"] - 256) * 4)  # a warp for each octet beyond
+    return Geometry(
+        grid=(_units(problem, config), 1, 1), block=(threads, 1, 1), overlaps=problem.pdl
+    )
 
 
 SCHEDULE = ("rounds", "part", "parts_with_one_more")
@@ -421,8 +349,6 @@ WGMMA_BF16 = declare(
     workspace_bytes=_workspace_bytes,
     refusal=_refusal,
     params=PARAMS,
-    configure=_configure,
-    candidates=_candidates,
+    search=_search,
     composed=replace(QUANTISED_MEANWHILE, parts=_parts),
-    yields=_yields,
 )

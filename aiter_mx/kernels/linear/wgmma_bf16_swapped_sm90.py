@@ -13,8 +13,8 @@ from functools import lru_cache
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as unswapped
 from aiter_mx.kernels.linear.clusters_sm90 import x_map
-from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_PAIRS_LARGE, WGMMA_BF16_SWAPPED_MANY
-from aiter_mx.kernels.linear.many_rows_sm90 import cycles_of_pairs, persistent_cycles
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_BF16_SWAPPED_MANY
+from aiter_mx.kernels.linear.many_rows_sm90 import cycles_of_pairs
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes, matrix_scalars
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import up
@@ -32,7 +32,7 @@ PARAMS = (
     Param("pairs", tuple(range(1, 67)), "of CTAs that stay and share all tiles"),
 )
 _TILE_M = 128  # tokens of a CTA
-_MIN_OWN_M = 1025  # without a table
+MIN_OWN_M = 1025  # without a table
 _MARGIN_OF_MANY = 1.01  # beyond MOST_OWN_M rows: less is not worth its code object
 
 
@@ -62,7 +62,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
 
 def _costs_of(tiles_n: Sequence[int], target: Target, problem: LinearProblem) -> Iterator[Costed]:
     for tile_n in tiles_n:
-        tile = unswapped.tile_of_pairs(tile_n, _TILE_M, problem.M)
+        tile = unswapped.tile_of_pairs(tile_n, _TILE_M)
         for cycles, more, values in unswapped.costs_of_pairs(target, _sizes(problem), tile):
             yield cycles, more, (tile_n, values[-1])
 
@@ -115,22 +115,15 @@ def _ahead_geometry(target: Target, problem: LinearProblem, config: Config) -> G
     return unswapped.x_geometry(target, _swapped(problem), _config(config))
 
 
-def _yields(target: Target, problem: LinearProblem) -> str | None:
-    M, N, K = problem.M, problem.N, problem.K
-    if M < _MIN_OWN_M:
-        return f"others have tiles of fewer rows for M={M} below {_MIN_OWN_M}"
-    sizes = Sizes(M, N, K)
-    others = unswapped.cheapest(target, sizes)[0]
-    if M <= unswapped.MOST_OWN_M:
+def takes_less(target: Target, problem: LinearProblem, others: float) -> bool:
+    """Whether it takes fewer cycles than others do, by its model."""
+    if problem.M <= unswapped.MOST_OWN_M:
         own = _own_search.cheapest(target, problem)
-        takes_less = own and own[0] + unswapped.expanding(N, K, WGMMA_BF16_PAIRS_LARGE) < others
-    else:
-        others = min(others, persistent_cycles(target, sizes))
-        of_pairs = cycles_of_pairs(WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), _own_tile(N))
-        takes_less = min(of_pairs.values()) * _MARGIN_OF_MANY < others and (
-            of_pairs[_own_search.best(target, problem)["pairs"]] * _MARGIN_OF_MANY < others
-        )
-    return None if takes_less else "expanding x takes little of the others' time"
+        return own is not None and own[0] + unswapped.expanding(problem.N, problem.K) < others
+    tile_n = _own_tile(problem.N)
+    of_pairs = cycles_of_pairs(WGMMA_BF16_SWAPPED_MANY, target, _sizes(problem), tile_n)
+    own_pairs = _own_search.best(target, problem)["pairs"]
+    return max(min(of_pairs.values()), of_pairs[own_pairs]) * _MARGIN_OF_MANY < others
 
 
 WGMMA_BF16_SWAPPED = declare(
@@ -158,5 +151,4 @@ WGMMA_BF16_SWAPPED = declare(
     params=PARAMS,
     configure=_own_search.best,
     candidates=_candidates,
-    yields=_yields,
 )

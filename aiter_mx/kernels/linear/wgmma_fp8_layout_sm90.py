@@ -179,8 +179,9 @@ def laid_out(
     passes: int,
     share: int,
     per_sm: int = 1,
+    rows_m: int | None = None,
 ) -> Layout | None:
-    rows_m = _rows_m(problem, x_is_a)
+    rows_m = _rows_m(problem, x_is_a) if rows_m is None else rows_m
     if x_is_a:
         groups_a = groups_of_x(problem)
         groups_b = row_groups // groups_a

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from math import inf
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.linear import wgmma_bf16_sm90
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import (
-    START_OF_BF16,
-    START_OF_FP8,
     WGMMA_FP8_MANY,
     WGMMA_FP8_TWO_A,
     WgmmaFp8,
@@ -22,7 +20,6 @@ from aiter_mx.kernels.linear.problem import (
     QUANTISED_MEANWHILE,
     X_CODES,
     LinearProblem,
-    Sizes,
     quantised_meanwhile,
 )
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
@@ -140,11 +137,6 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
         yield from _shared_costs(target, problem)
 
 
-def takes_less(target: Target, problem: LinearProblem, cycles: float) -> bool:
-    """Whether the choice without a table does."""
-    return _search.has_less(target, problem, cycles)
-
-
 def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
     """Where workgroups share an SM, those of the next launch have what one leaves of it: a launch
     costs what it takes of all SMs, but no less than what each of its workgroups does."""
@@ -256,23 +248,16 @@ _search = Search(
 
 
 @lru_cache(maxsize=1 << 14)
-def _is_own(target: Target, M: int, N: int, K: int) -> bool:
-    """Whether more than 64 rows take less than with wgmma_bf16, by the models of both."""
+def cycles_of(target: Target, M: int, N: int, K: int) -> float:
+    """What more than 64 rows take beyond their start, by the model; infinitely long for weights of
+    which none were timed."""
     if N * K > _MOST_OWN_WEIGHTS:
-        return False
-    problem = LinearProblem(M, N, K)
-    own = _search.cheapest(target, problem)
-    if own is None:
-        return False
-    others = own[0] + START_OF_FP8 - START_OF_BF16
-    return not wgmma_bf16_sm90.takes_less(target, Sizes(M, N, K), others)
+        return inf
+    found = _search.cheapest(target, LinearProblem(M, N, K))
+    return inf if found is None else found[0]
 
 
 def _yields(target: Target, problem: LinearProblem) -> str | None:
-    if problem.M > GROUP_ROWS:
-        if _is_own(target, problem.M, problem.N, problem.K):
-            return None
-        return "wgmma_fp8 adds for longer than wgmma_bf16 launches x ahead and multiplies"
     chunks = chunks_of(problem)
     if (chunks % 2 or problem.K % CHUNK) and chunks > _MOST_ODD_CHUNKS:
         return f"wgmma_fp8 loads the scales of K={problem.K} as words, {chunks} chunks"

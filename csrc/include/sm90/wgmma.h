@@ -21,10 +21,15 @@
 #define MX_SUMS_40(d, i) MX_SUMS_32(d, i), MX_SUMS_8(d, i + 32)
 #define MX_SUMS_44(d, i) MX_SUMS_40(d, i), MX_SUMS_4(d, i + 40)
 #define MX_SUMS_48(d, i) MX_SUMS_32(d, i), MX_SUMS_16(d, i + 32)
+#define MX_SUMS_52(d, i) MX_SUMS_48(d, i), MX_SUMS_4(d, i + 48)
 #define MX_SUMS_56(d, i) MX_SUMS_48(d, i), MX_SUMS_8(d, i + 48)
 #define MX_SUMS_64(d, i) MX_SUMS_32(d, i), MX_SUMS_32(d, i + 32)
+#define MX_SUMS_68(d, i) MX_SUMS_64(d, i), MX_SUMS_4(d, i + 64)
+#define MX_SUMS_72(d, i) MX_SUMS_64(d, i), MX_SUMS_8(d, i + 64)
 #define MX_SUMS_80(d, i) MX_SUMS_64(d, i), MX_SUMS_16(d, i + 64)
+#define MX_SUMS_88(d, i) MX_SUMS_80(d, i), MX_SUMS_8(d, i + 80)
 #define MX_SUMS_96(d, i) MX_SUMS_64(d, i), MX_SUMS_32(d, i + 64)
+#define MX_SUMS_104(d, i) MX_SUMS_96(d, i), MX_SUMS_8(d, i + 96)
 #define MX_SUMS_112(d, i) MX_SUMS_96(d, i), MX_SUMS_16(d, i + 96)
 #define MX_SUMS_128(d, i) MX_SUMS_96(d, i), MX_SUMS_32(d, i + 96)
 #define MX_NAMES_4 "%0, %1, %2, %3"
@@ -39,14 +44,19 @@
 #define MX_NAMES_40 MX_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MX_NAMES_44 MX_NAMES_40 ", %40, %41, %42, %43"
 #define MX_NAMES_48 MX_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MX_NAMES_52 MX_NAMES_48 ", %48, %49, %50, %51"
 #define MX_NAMES_56 MX_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define MX_NAMES_64 MX_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MX_NAMES_68 MX_NAMES_64 ", %64, %65, %66, %67"
+#define MX_NAMES_72 MX_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define MX_NAMES_80                                                                                \
     MX_NAMES_64                                                                                    \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define MX_NAMES_88 MX_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define MX_NAMES_96                                                                                \
     MX_NAMES_80                                                                                    \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MX_NAMES_104 MX_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define MX_NAMES_112                                                                               \
     MX_NAMES_96                                                                                    \
     ", %96, %97, %98, %99, %100, %101, %102, %103"                                                 \
@@ -110,8 +120,12 @@ MX_WGMMA(88, 44, "%44, %45, %46, %47", "%48")
 MX_WGMMA(96, 48, "%48, %49, %50, %51", "%52")
 MX_WGMMA(112, 56, "%56, %57, %58, %59", "%60")
 MX_WGMMA(128, 64, "%64, %65, %66, %67", "%68")
+MX_WGMMA(136, 68, "%68, %69, %70, %71", "%72")
+MX_WGMMA(144, 72, "%72, %73, %74, %75", "%76")
 MX_WGMMA(160, 80, "%80, %81, %82, %83", "%84")
+MX_WGMMA(176, 88, "%88, %89, %90, %91", "%92")
 MX_WGMMA(192, 96, "%96, %97, %98, %99", "%100")
+MX_WGMMA(208, 104, "%104, %105, %106, %107", "%108")
 MX_WGMMA(224, 112, "%112, %113, %114, %115", "%116")
 MX_WGMMA(256, 128, "%128, %129, %130, %131", "%132")
 #undef MX_WGMMA
@@ -163,6 +177,7 @@ MX_WGMMA_BLOCK(72, 36, "%36", "%37")
 MX_WGMMA_BLOCK(80, 40, "%40", "%41")
 MX_WGMMA_BLOCK(88, 44, "%44", "%45")
 MX_WGMMA_BLOCK(96, 48, "%48", "%49")
+MX_WGMMA_BLOCK(104, 52, "%52", "%53")
 MX_WGMMA_BLOCK(112, 56, "%56", "%57")
 MX_WGMMA_BLOCK(128, 64, "%64", "%65")
 #undef MX_WGMMA_BLOCK
@@ -204,6 +219,7 @@ MX_WGMMA_FACTORS(72, 36, "%36, %37", "%38", "%39")
 MX_WGMMA_FACTORS(80, 40, "%40, %41", "%42", "%43")
 MX_WGMMA_FACTORS(88, 44, "%44, %45", "%46", "%47")
 MX_WGMMA_FACTORS(96, 48, "%48, %49", "%50", "%51")
+MX_WGMMA_FACTORS(104, 52, "%52, %53", "%54", "%55")
 MX_WGMMA_FACTORS(112, 56, "%56, %57", "%58", "%59")
 MX_WGMMA_FACTORS(128, 64, "%64, %65", "%66", "%67")
 #undef MX_WGMMA_FACTORS

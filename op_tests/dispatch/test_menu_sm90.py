@@ -1,0 +1,85 @@
+"""The menus that Hopper's linear of more than 64 rows is chosen from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from aiter_mx.dispatch.dispatcher import route
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.choice_sm90 import Code, _fewest, best, menu
+from aiter_mx.kernels.linear.problem import Sizes
+from aiter_mx.plan import build_requests
+from aiter_mx.target import hardware
+
+TARGET = hardware("sm_90a")
+WEIGHTS = [(768, 2048), (1280, 2880), (2304, 6144), (9216, 6144), (512, 384), (64, 40960)]
+
+
+@pytest.mark.parametrize(("N", "K"), WEIGHTS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
+    N: int, K: int, exact: bool
+) -> None:
+    codes = menu(TARGET, N, K, exact)
+    assert 0 < len(codes) <= 8
+    assert not (exact and any(code.of_fp8 for code in codes))
+    for M in (65, 128, 129, 257, 300, 1025, 2048, 2049, 4096):
+        costs = dict(code.cost(TARGET, Sizes(M, N, K)) for code in codes)
+        chosen = best(TARGET, M, N, K, exact)
+        assert chosen.cycles == min(costs) and costs[chosen.cycles] == chosen.values
+        out_dtype = "fp32" if exact else "bf16"
+        taken = route("linear", TARGET, LinearProblem(M, N, K, out_dtype))
+        if taken.kernel in ("wgmma_bf16", "wgmma_fp8_tiled"):
+            assert tuple(taken.config.values()) == chosen.values
+            assert (taken.kernel == "wgmma_fp8_tiled") is chosen.of_fp8
+        else:
+            assert taken.kernel == ("wgmma_fp8" if M <= 128 else "wgmma_bf16_swapped")
+
+
+@pytest.mark.parametrize(("N", "K"), [(16384, 8192), (10240, 8192)])
+def test_a_row_more_than_a_tile_of_256_takes_no_second_one(N: int, K: int) -> None:
+    config = route("linear", TARGET, LinearProblem(257, N, K)).config
+    assert config["tile_m"] in (272, 288)
+
+
+def test_more_rows_than_4096_take_a_large_tile_of_the_menu() -> None:
+    found = set()
+    for N, K in [(14336, 4096), (7168, 2048), (4096, 14336), (3072, 1536)]:
+        pairs = [code.of_bf16[0] for code in menu(TARGET, N, K, False) if code.of_bf16]
+        large = {t.tile_m for t in pairs if t.pairs and t.tile_n == 128 and t.tile_m >= 192}
+        for M in (4097, 5000, 6000, 7000):
+            taken = route("linear", TARGET, LinearProblem(M, N, K, "fp32"))
+            if taken.kernel == "wgmma_bf16":
+                found.add(taken.config["tile_m"] in (large or {256}))
+    assert found == {True}
+
+
+def test_a_menu_has_the_codes_that_lose_the_least_together() -> None:
+    """Each of three is the best for a third of the rows; one is half bad everywhere."""
+    rows, codes = 30, [replace_values(i) for i in range(5)]
+    lost = [[1.0 if j // 10 == i else 3.0 for j in range(rows)] for i in range(3)]
+    lost += [[2.0] * rows, [1.0 + (j % 2) * 1e-6 for j in range(rows)]]
+    found = _fewest([*zip(codes[:4], lost[:4], strict=True)], rows)
+    assert sorted(code.of_fp8.values for code in found if code.of_fp8) == [(0,), (1,), (2,)]
+    assert _fewest([*zip(codes, lost, strict=True)], rows) == [codes[4]]
+
+
+def replace_values(value: int) -> Code:
+    """A code that a test can tell from others."""
+    some = next(code for code in menu(TARGET, 768, 2048, False) if code.of_fp8)
+    assert some.of_fp8 is not None
+    return Code(some.of_fp8._replace(values=(value,)), None)
+
+
+def test_menus_suit_gpus_of_any_size() -> None:
+    draw = random.Random("menus")
+    for cu_num in (8, 78, 114):
+        target = replace(TARGET, cu_num=cu_num)
+        for _ in range(5):
+            N, K = draw.randrange(1, 20_000), 32 * draw.randrange(1, 400)
+            problems = [LinearProblem(M, N, K) for M in (65, 200, 1000, 5000)]
+            routes = [route("linear", target, problem) for problem in problems]
+            assert build_requests(target, problems, routes)
