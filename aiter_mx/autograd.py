@@ -49,7 +49,7 @@ def linear_autograd(
 
     Kept for the backward pass are payloads and scales, and of them what the gradients that are
     asked for need. Nothing synchronises; ``torch.compile``, checkpointing and, after a first call,
-    graphs that capture both passes work.
+    graphs that capture both passes work. There is no second derivative: asking for one raises.
 
     Args:
         x: bf16, fp16 or fp32 ``[..., K]``, K a multiple of 32.
@@ -291,8 +291,15 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # A gradient that has none itself would let torch take ours, which has none, for a constant.
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not dy.requires_grad:
+            dy = dy.detach().requires_grad_()
+        return _Linear._gradients(ctx, dy)
+
+    @staticmethod
+    @once_differentiable
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         w_columns, w_scales, x_columns, x_scales, padded, offs = ctx.saved_tensors
         of_x, of_w, of_bias = ctx.dtypes
