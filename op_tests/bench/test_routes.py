@@ -10,8 +10,8 @@ from op_tests.bench import routes
 from op_tests.bench.common import MEASURED
 
 BARS = {"median_us": 100, "p99_us": 500, "call_p99_us": 1000, "tables_ms": 50}
-OF_MENUS = {"sm_90a": 20_000}
-"""Microseconds more of a few routes, whose weights all differ: a weight's menu is chosen once."""
+OF_MENUS_US = {("linear", "sm_90a"): 20_000}
+"""More where weights all differ, as those that are drawn: a weight's menu is chosen once."""
 
 
 def test_saved_times_of_every_op_meet_the_bars() -> None:
@@ -19,11 +19,14 @@ def test_saved_times_of_every_op_meet_the_bars() -> None:
     drawn = saved[saved.op != routes.MANY]
     assert {*zip(drawn.op, drawn.arch, strict=True)} == {(o, a) for o in routes.OPS for a in ARCHS}
     assert not drawn[[*BARS]].isna().any(axis=None) and len(saved) > len(drawn)
-    assert {name: saved[name].max() for name in BARS if saved[name].max() > BARS[name]} == {}
+    for row in saved.to_dict("records"):
+        more = OF_MENUS_US.get((row["op"], row["arch"]), 0)
+        bars = {name: bar + more * name.endswith("_us") for name, bar in BARS.items()}
+        assert {name: row[name] for name in BARS if row[name] > bars[name]} == {}, row
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_few_routes_take_no_more_than_five_times_the_bar(arch: str) -> None:
     """A core may be shared here; a choice that tries everything takes far more."""
     times = routes.aside("routes", "linear", arch, 60)
-    assert times["median_us"] < 5 * BARS["median_us"] + OF_MENUS.get(arch, 0)
+    assert times["median_us"] < 5 * BARS["median_us"] + OF_MENUS_US.get(("linear", arch), 0)
