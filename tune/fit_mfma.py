@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 import numpy as np
@@ -29,8 +29,10 @@ from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     SEARCHES,
 )
 from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
+    LAST,
     PERSISTENT,
     SPLIT,
+    last_cycles,
     persistent_cycles,
     split_cycles,
 )
@@ -38,11 +40,16 @@ from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.search import Costed, Least
 from aiter_mx.kernels.spec import Config
 from aiter_mx.paths import configs_dir
-from aiter_mx.target import hardware
+from aiter_mx.target import Target, hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
 LINEAR = ("memory", "lines", "round", "step", "sum", "split")
+EXPECTED: dict[str, Callable[[Target, LinearProblem], Mapping[tuple[int, ...], float]]] = {
+    "persistent": persistent_cycles,
+    "persistent_split": split_cycles,
+    "persistent_last": last_cycles,
+}
 ROWS = (4, 16, 32, 64, 80, 128, 144, 256, 512, 768)
 MOST_WEIGHTS = 1 << 26  # of a shape: larger ones take long to trace, and say the same
 PERSISTENT_SHAPES = ((2304, 6144), (6144, 2048), (8192, 4096), (14336, 4096), (28672, 4096))
@@ -98,11 +105,11 @@ def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
 def large_tiles(kernel: str, tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
     """Of a kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
     spec = find_kernel("linear", "gfx950", "hip", kernel)
-    expected = split_cycles if kernel == "persistent_split" else persistent_cycles
+    expected = EXPECTED[kernel]
     for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
-        problem = LinearProblem(many * tile[0], N, K)
-        cycles = expected(GFX950, problem).get(tile)
-        if cycles is None:  # others are faster there
+        problem = LinearProblem(many * tile[0] + (kernel == "persistent_last"), N, K)
+        found_for = {key[:2]: cycles for key, cycles in expected(GFX950, problem).items()}
+        if (cycles := found_for.get(tile)) is None:  # others are faster there
             continue
         config = next(
             config
@@ -117,7 +124,9 @@ def fit_persistent() -> None:
     cus = GFX950.cu_num
     bounds = {"few": (0, cus // 2), "many": (cus // 2, cus), "rounds": (cus, MOST_TILES)}
     large = [("persistent", tile) for tile in PERSISTENT]
-    for kernel, tile in (*large, *(("persistent_split", tile) for tile in SPLIT)):
+    large += [("persistent_split", tile) for tile in SPLIT]
+    large += [("persistent_last", tile) for tile in LAST]
+    for kernel, tile in large:
         found = list(large_tiles(kernel, tile))
         for what, (above, most) in bounds.items():
             of_these = [ratio for tiles, ratio in found if above < tiles <= most]

@@ -73,30 +73,48 @@ SPLIT = {
 _DEEP = 5120
 """K from which on weights of many features share that of large tiles too: below it each gains less,
 for a code object."""
-_WORTH_SHARING = 0.95
+_WORTH_SHARING, _WORTH_SHARING_LAST = 0.95, 0.94
 """Of what another kernel takes: nearer to it, the draws of the model's constants do not agree."""
 LEAST_SPLIT_K = 3 * 128 + BLOCK
 """Each of two workgroups has two steps of 128 k at least."""
 
 
+LAST = ((160, 128), (160, 256), (256, 256))
+"""Tiles of which workgroups may share the last row's: with those of 128x128, two to a compute
+unit, all take longer."""
+MOST_SPLITS = 32
+"""Workgroups that share the K of a tile of the last row."""
+_OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
+_OF_SUMS = 180  # of a KiB of sums and a compute unit
+
+
 def persistent_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
     """What the kernel with large tiles takes with each, when rows are divided evenly among them."""
-    M, N, cu_num, chunks = problem.M, problem.N, target.cu_num, -(-problem.K // 128)
-    memory, found = (_OF_WEIGHTS * N * row_kib(problem.K) / cu_num) ** 4, {}
-    left_out = (160, 128 if N >= _MANY_FEATURES else 256)
-    for tile, fitted in PERSISTENT.items():
-        if tile == left_out:
-            continue
-        down = -(-M // tile[0])
-        whole, left = divmod(down * -(-N // tile[1]), cu_num)
-        rounds = whole + (left > 0)
-        once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
-        if fitted.in_parts and 0 < 2 * left <= cu_num:
-            step += fitted.in_parts - fitted.further
-            once = once if whole else fitted.once_in_parts
-        step -= rounds * _OF_ROW * (tile[0] - M / max(down, 1))
-        found[tile] = once + float(((step * chunks) ** 4 + memory) ** 0.25)
-    return found
+    left_out = _left_out(problem.N)
+    return {
+        tile: _whole_cycles(target, problem, tile, problem.M)
+        for tile in PERSISTENT
+        if tile != left_out
+    }
+
+
+def _left_out(N: int) -> Tile:
+    return 160, 128 if N >= _MANY_FEATURES else 256
+
+
+def _whole_cycles(target: Target, problem: LinearProblem, tile: Tile, M: int) -> float:
+    """Of so many rows with a tile."""
+    N, cu_num, chunks, fitted = problem.N, target.cu_num, -(-problem.K // 128), PERSISTENT[tile]
+    memory = (_OF_WEIGHTS * N * row_kib(problem.K) / cu_num) ** 4
+    down = -(-M // tile[0])
+    whole, left = divmod(down * -(-N // tile[1]), cu_num)
+    rounds = whole + (left > 0)
+    once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
+    if fitted.in_parts and 0 < 2 * left <= cu_num:
+        step += fitted.in_parts - fitted.further
+        once = once if whole else fitted.once_in_parts
+    step -= rounds * _OF_ROW * (tile[0] - M / max(down, 1))
+    return once + float(((step * chunks) ** 4 + memory) ** 0.25)
 
 
 def split_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
@@ -118,6 +136,32 @@ def split_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
     return found
 
 
+def may_share_last(tile: Tile, problem: LinearProblem) -> bool:
+    """Scales that are copied one by one, at odd numbers of a row's, leave the largest tile no
+    registers for it."""
+    return tile in LAST and (tile != (256, 256) or problem.K // BLOCK % 2 == 0)
+
+
+def last_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int, int], float]:
+    """What it takes where workgroups share the K of the last row's tiles: each tile, and the number
+    of those that share, with which it is the fastest of that tile."""
+    found, chunks = dict[tuple[int, int, int], float](), -(-problem.K // 128)
+    for tile in LAST:
+        (down, rows), columns = divmod(problem.M - 1, tile[0]), -(-problem.N // tile[1])
+        most = min(MOST_SPLITS, target.cu_num // columns, chunks // 2)
+        if most < 2 or not may_share_last(tile, problem):
+            continue
+        steps = -(-chunks // most)
+        splits = -(-chunks // steps)  # no more than make parts as short
+        sums = columns * splits * (rows + 1) * tile[1] / 256 / target.cu_num
+        of_parts = steps * PERSISTENT[tile].step + _OF_SUMS * sums
+        # Where there is no other row of tiles, two that share K are the alternative.
+        whole = _whole_cycles(target, problem, tile, down * tile[0]) if down else inf
+        found[tile[0], tile[1], splits] = whole + _OF_LAST + of_parts
+    left_out = _left_out(problem.N)
+    return {last: cycles for last, cycles in found.items() if last[:2] != left_out} or found
+
+
 def persistent_tile(target: Target, problem: LinearProblem) -> Tile:
     """The fastest of its tiles."""
     cycles = persistent_cycles(target, problem)
@@ -132,10 +176,15 @@ def split_tile(target: Target, problem: LinearProblem) -> Tile:
 
 @lru_cache(maxsize=1024)
 def fastest_large(target: Target, problem: LinearProblem) -> tuple[float, str]:
-    """The faster of ``persistent`` and ``persistent_split``, and the cycles that others would have
-    to stay below."""
+    """The fastest of ``persistent``, ``persistent_split`` and ``persistent_last``, and the cycles
+    that others would have to stay below."""
     if problem.N % BLOCK:
         return inf, "persistent"
     whole = min(persistent_cycles(target, problem).values())
     split = min(split_cycles(target, problem).values(), default=inf)
-    return min((whole, "persistent"), (split / _WORTH_SHARING, "persistent_split"))
+    last = min(last_cycles(target, problem).values(), default=inf)
+    return min(
+        (whole, "persistent"),
+        (split / _WORTH_SHARING, "persistent_split"),
+        (last / _WORTH_SHARING_LAST, "persistent_last"),
+    )
