@@ -24,6 +24,15 @@ def test_a_step_is_what_one_row_more_takes() -> None:
         assert steps[M]["step"] == pytest.approx(next_us / us)
 
 
+def test_rows_of_the_same_launches_are_kept() -> None:
+    steps = steps_of((1536, 384), 129)
+    marked: list[dict[str, object]] = [{**row, "us": 0.0} for row in steps]
+    marked[0]["next_config"] = "another"
+    again = steps_of((1536, 384), 129, marked)
+    assert [row["us"] for row in again] == [steps[0]["us"], *(0.0 for _ in steps[1:])]
+    assert again[0]["next_config"] == steps[0]["next_config"]
+
+
 def test_steps_are_counted_by_rows() -> None:
     frame = pd.DataFrame({"M": [64, 64, 128, 200, 8191], "step": [1.0, 1.2, BAR, 0.9, 2.0]})
     told = summary(frame)

@@ -85,7 +85,7 @@ unit, all take longer."""
 MOST_SPLITS = 32
 """Workgroups that share the K of a tile of the last row."""
 _OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
-_OF_SUMS = 180  # of a KiB of sums and a compute unit
+_OF_SUMS = 105  # of a KiB of a part's sums
 
 
 def persistent_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
@@ -153,7 +153,7 @@ def last_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int, 
             continue
         steps = -(-chunks // most)
         splits = -(-chunks // steps)  # no more than make parts as short
-        sums = columns * splits * (rows + 1) * tile[1] / 256 / target.cu_num
+        sums = (rows + 1) * tile[1] / 256
         of_parts = steps * PERSISTENT[tile].step + _OF_SUMS * sums
         # Where there is no other row of tiles, two that share K are the alternative.
         whole = _whole_cycles(target, problem, tile, down * tile[0]) if down else inf
