@@ -90,8 +90,8 @@ def test_a_last_row_is_shared_where_it_would_begin_another_round() -> None:
     for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (2400, 2112, 7168)):
         assert taken(M, N, K) == "persistent"
         assert taken(M + 1, N, K) == taken(M + 32, N, K) == "persistent_last"
-    assert taken(1281, 8192, 3072) == "persistent_last"
-    assert taken(1329, 8192, 3072) == "persistent"
+    assert taken(2049, 4096, 3584) == "persistent_last"
+    assert taken(2150, 4096, 3584) == "persistent"
     with aiter_mx.simulate("gfx950"):
         chosen = aiter_mx.explain("linear", M=1921, N=5120, K=6400)
         with aiter_mx.batch_invariant():

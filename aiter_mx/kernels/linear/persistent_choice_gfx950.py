@@ -73,7 +73,7 @@ SPLIT = {
 _DEEP = 5120
 """K from which on weights of many features share that of large tiles too: below it each gains less,
 for a code object."""
-_WORTH_SHARING, _WORTH_SHARING_LAST = 0.95, 0.94
+_WORTH_SHARING = 0.95
 """Of what another kernel takes: nearer to it, the draws of the model's constants do not agree."""
 LEAST_SPLIT_K = 3 * 128 + BLOCK
 """Each of two workgroups has two steps of 128 k at least."""
@@ -84,6 +84,8 @@ LAST = ((160, 128), (160, 256), (256, 256))
 unit, all take longer."""
 MOST_SPLITS = 32
 """Workgroups that share the K of a tile of the last row."""
+_WORTH_SHARING_LAST = {160: 0.87, 256: 0.92}
+"""Likewise, by rows of a tile: with smaller ones it gains less than the fit says."""
 _OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
 _OF_SUMS = 105  # of a KiB of a part's sums
 
@@ -182,9 +184,10 @@ def fastest_large(target: Target, problem: LinearProblem) -> tuple[float, str]:
         return inf, "persistent"
     whole = min(persistent_cycles(target, problem).values())
     split = min(split_cycles(target, problem).values(), default=inf)
-    last = min(last_cycles(target, problem).values(), default=inf)
+    shared = last_cycles(target, problem).items()
+    last = min((cycles / _WORTH_SHARING_LAST[rows] for (rows, _, _), cycles in shared), default=inf)
     return min(
         (whole, "persistent"),
         (split / _WORTH_SHARING, "persistent_split"),
-        (last / _WORTH_SHARING_LAST, "persistent_last"),
+        (last, "persistent_last"),
     )
