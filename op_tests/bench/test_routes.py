@@ -29,4 +29,4 @@ def test_saved_times_of_every_op_meet_the_bars() -> None:
 def test_a_few_routes_take_no_more_than_five_times_the_bar(arch: str) -> None:
     """A core may be shared here; a choice that tries everything takes far more."""
     times = routes.aside("routes", "linear", arch, 60)
-    assert times["median_us"] < 5 * BARS["median_us"] + OF_MENUS_US.get(("linear", arch), 0)
+    assert times["median_us"] < 5 * BARS["median_us"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear import LinearProblem, wgmma_bf16_sm90, wgmma_fp8_tiled_sm90
 from aiter_mx.kernels.linear.choice_sm90 import Code, _fewest, best, menu
+from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16
 from aiter_mx.kernels.linear.problem import Sizes
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
@@ -45,33 +47,47 @@ def test_a_row_more_than_a_tile_of_256_takes_no_second_one(N: int, K: int) -> No
     assert config["tile_m"] in (272, 288)
 
 
-def test_more_rows_than_4096_take_a_large_tile_of_the_menu() -> None:
-    found = set()
-    for N, K in [(14336, 4096), (7168, 2048), (4096, 14336), (3072, 1536)]:
-        pairs = [code.of_bf16[0] for code in menu(TARGET, N, K, False) if code.of_bf16]
-        large = {t.tile_m for t in pairs if t.pairs and t.tile_n == 128 and t.tile_m >= 192}
+def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:
+    kernels = set()
+    for N, K in [(14336, 4096), (7168, 2048), (4096, 14336), (3072, 1536), *WEIGHTS]:
+        large = {
+            t.tile_m
+            for t, _ in filter(None, (c.of_bf16 for c in menu(TARGET, N, K, False)))
+            if t.pairs
+        }
         for M in (4097, 5000, 6000, 7000):
             taken = route("linear", TARGET, LinearProblem(M, N, K, "fp32"))
-            if taken.kernel == "wgmma_bf16":
-                found.add(taken.config["tile_m"] in (large or {256}))
-    assert found == {True}
+            kernels.add(taken.kernel)
+            assert taken.kernel != "wgmma_bf16" or taken.config["tile_m"] in large
+    assert "wgmma_bf16" in kernels
+
+
+@pytest.mark.parametrize(("N", "K"), WEIGHTS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_arrays_say_is_what_numbers_say(N: int, K: int, exact: bool) -> None:
+    rows = np.array([96, 129, 257, 1025, 2048, 2049, 4096])
+    of_bf16, costs = wgmma_bf16_sm90.costs_of_codes(TARGET, rows, N, K)
+    codes = [Code(None, code) for code in of_bf16]
+    costs += START_OF_BF16
+    if not exact:
+        of_fp8 = wgmma_fp8_tiled_sm90.own_codes(TARGET, N, K)
+        codes += [Code(of_fp8.code(at), None) for at in range(len(of_fp8.values))]
+        costs = np.concatenate((costs, of_fp8.costs(rows)))
+    for code, of_code in zip(codes, costs.tolist(), strict=True):
+        numbers = [code.cost(TARGET, Sizes(M, N, K))[0] for M in rows.tolist()]
+        assert numbers == pytest.approx(of_code, rel=1e-12)
 
 
 def test_a_menu_has_the_codes_that_lose_the_least_together() -> None:
     """Each of three is the best for a third of the rows; one is half bad everywhere."""
-    rows, codes = 30, [replace_values(i) for i in range(5)]
-    lost = [[1.0 if j // 10 == i else 3.0 for j in range(rows)] for i in range(3)]
-    lost += [[2.0] * rows, [1.0 + (j % 2) * 1e-6 for j in range(rows)]]
-    found = _fewest([*zip(codes[:4], lost[:4], strict=True)], rows)
-    assert sorted(code.of_fp8.values for code in found if code.of_fp8) == [(0,), (1,), (2,)]
-    assert _fewest([*zip(codes, lost, strict=True)], rows) == [codes[4]]
-
-
-def replace_values(value: int) -> Code:
-    """A code that a test can tell from others."""
-    some = next(code for code in menu(TARGET, 768, 2048, False) if code.of_fp8)
-    assert some.of_fp8 is not None
-    return Code(some.of_fp8._replace(values=(value,)), None)
+    lost = np.full((5, 30), 3.0)
+    for third in range(3):
+        lost[third, 10 * third : 10 * (third + 1)] = 1
+    lost[3], lost[4] = 2, 1 + np.arange(30) % 2 * 1e-6
+    assert sorted(_fewest(lost[:4], 30, 1)) == [0, 1, 2]
+    assert sorted(_fewest(lost[:4], 30, 3)) == [0, 1, 2, 3]
+    assert _fewest(lost, 30, 4) == [4]
+    assert _fewest(lost, 30, 3) == [3, 4]
 
 
 def test_menus_suit_gpus_of_any_size() -> None:

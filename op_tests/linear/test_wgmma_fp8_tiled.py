@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import layout
+from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
+from aiter_mx.kernels.linear.wgmma_fp8_sm90 import cycles_of_pass
+from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import (
+    _TILES,
+    PARAMS,
+    _codes,
+    layout,
+    own_codes,
+)
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
@@ -52,6 +61,22 @@ def test_every_token_and_feature_is_of_one_tile() -> None:
         weights, x = (describe(TARGET, problem, chosen) for describe in TILED.module.tensor_maps)
         assert (weights.rows, weights.box_rows) == (N, chosen["tile_n"])
         assert (x.rows, x.box_rows) == (M, chosen["tile_m"])
+
+
+@pytest.mark.parametrize("K", [32, 128, 1536, 2880, 6144, 14336, 128 * 320, 128 * 600, 128 * 770])
+def test_what_is_weighed_is_what_fits_with_the_time_of_its_layout(K: int) -> None:
+    fitting = {}
+    for tile, split in product(_TILES, PARAMS[-1].values):
+        values = (*tile, split)
+        config = dict(zip((param.name for param in PARAMS), values, strict=True))
+        one = layout(TARGET, LinearProblem(65, 64, K), config)
+        if one is not None:
+            passing = cycles_of_pass(FITTED, one, split, *tile[2:])
+            fitting[values] = pytest.approx(passing + FITTED.between_passes, rel=1e-12)
+    every, own = _codes(TARGET, 64, K, PARAMS[-1].values), own_codes(TARGET, 64, K)
+    assert dict(zip(every.values, every.cycles.tolist(), strict=True)) == fitting
+    assert set(own.values) <= set(every.values)
+    assert bool(own.values) is bool(fitting)
 
 
 @pytest.mark.parametrize(("N", "K"), SMALL_WEIGHTS)

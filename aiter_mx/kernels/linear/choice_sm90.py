@@ -7,12 +7,13 @@ takes the one that its number of rows takes the least time with, unless ``wgmma_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as bf16
 from aiter_mx.kernels.linear import wgmma_bf16_swapped_sm90 as swapped
@@ -22,25 +23,26 @@ from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
 from aiter_mx.kernels.linear.many_rows_sm90 import persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PARAMS as BF16_PARAMS
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import chunks_of
 from aiter_mx.kernels.sm90 import GROUP_ROWS
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import Target
 
-_ROWS = (
-    *(80, 96, 112, 128, 129, 144, 160, 176, 192, 193, 208, 224, 240, 256, 257, 288, 320, 352, 384),
-    *(416, 448, 480, 512, 513, 576, 640, 704, 768, 832, 896, 960, 1024, 1025, 1152, 1280, 1408),
-    *(1536, 1792, 2048, 2560, 3072, 4096),
-    *(256, 384, 512, 768, 1024, 2048),
+Array = npt.NDArray[np.float64]
+_SERVED_BY_FP8 = 1  # of the numbers of rows below, unless sums have to be exact
+_ROWS = np.array(
+    [
+        *(96, 128, 129, 144, 160, 176, 192, 193, 224, 256, 257, 288, 320, 384, 448, 512, 513, 576),
+        *(704, 768, 896, 1024, 1025, 1152, 1280, 1408, 1536, 1537, 1792, 2048, 2049, 2560, 3072),
+        *(3073, 4096),
+    ]
 )
-"""Numbers of rows that have a say in a menu, about as many between each and twice as many; those
-that batches have most often count twice."""
+"""Numbers of rows that have a say in a menu, about as many between each and twice as many."""
+_SAYS = 1.0 + np.isin(_ROWS, (256, 384, 512, 768, 1024, 2048))
+"""How much: those that batches have most often count twice."""
 _MOST_CODES = 8  # of a weight
-_WORTH_A_CODE = 0.008  # times their number: of fourth powers of times beside the best, on average
-_EXCHANGES = 2  # of each code of a menu
+_WORTH_A_CODE = 0.005  # times their number: of fourth powers of times beside the best, on average
 _NEAR_BEST = 1.03  # times the best, at some number of rows: others are not weighed
 _MIN_TILED_M = 81  # below, wgmma_fp8 has tiles that fit
-_FEWEST_OF_MANY = 192  # tokens of a tile for more than 4,096 rows
 
 
 class Code(NamedTuple):
@@ -70,57 +72,47 @@ class Choice(NamedTuple):
 @lru_cache(maxsize=1024)
 def menu(target: Target, N: int, K: int, exact: bool) -> tuple[Code, ...]:
     """The code objects of a weight; of wgmma_bf16 alone where sums have to be exact."""
-    chunks = chunks_of(Sizes(1, N, K))
-    codes = [Code(None, code) for code in bf16.codes() if code[1] <= chunks]
+    served = slice(0 if exact else _SERVED_BY_FP8, None)
+    rows, says = _ROWS[served], _SAYS[served]
+    of_bf16, costs = bf16.costs_of_codes(target, rows, N, K)
+    costs += START_OF_BF16
     if not exact:
-        codes += [Code(code, None) for code in tiled.own_codes(target, N, K)]
-    every = [[code.cost(target, Sizes(M, N, K))[0] for M in _ROWS] for code in codes]
-    least = [*map(min, zip(*every, strict=True))]
-    counts = [
-        exact or cycles < _fp8_cycles(target, M, N, K)
-        for M, cycles in zip(_ROWS, least, strict=True)
-    ]
-    best = [*compress(least, counts)]
-    lost = [
-        (code, [(c / b) ** 4 for c, b in zip(compress(costs, counts), best, strict=True)])
-        for code, costs in zip(codes, every, strict=True)
-    ]
-    return tuple(_fewest([each for each in lost if min(each[1]) < _NEAR_BEST**4], len(best)))
+        of_fp8 = tiled.own_codes(target, N, K)
+        costs = np.concatenate((costs, of_fp8.costs(rows)))
+    costs /= np.minimum.reduce(costs)
+    near = np.logical_or.reduce(costs < _NEAR_BEST, axis=1)
+    near[bf16.LARGE] = True
+    (weighed,) = near.nonzero()
+    lost = costs[weighed]
+    lost *= lost
+    lost *= lost
+    lost *= says
+    first = int(weighed.searchsorted(bf16.LARGE))
+    return tuple(
+        Code(None, of_bf16[at]) if at < len(of_bf16) else Code(of_fp8.code(at - len(of_bf16)), None)
+        for at in weighed[_fewest(lost, says.sum(), first)].tolist()
+    )
 
 
-Lost = Sequence[tuple[Code, list[float]]]
-"""What codes lose, at each number of rows."""
-
-
-def _fewest(lost: Lost, rows: int) -> list[Code]:
-    """Those that lose the least together, one after the other, while each gains its worth; then
-    each is exchanged for what loses less beside the others, and left out if that loses nothing."""
-    chosen: list[int] = []
-    left, worth_of_one = [inf] * rows, _WORTH_A_CODE * rows
+def _fewest(lost: Array, says: float, first: int) -> list[int]:
+    """Those that lose the least together, after the first one after the other, while each gains its
+    worth."""
+    chosen, left = [first], lost[first]
+    had = left.sum()
     while len(chosen) < _MOST_CODES:
         at, least = _next(lost, left)
-        if chosen and sum(left) - least <= worth_of_one * (len(chosen) + 1):
+        if had - least <= _WORTH_A_CODE * says * (len(chosen) + 1):
             break
         chosen.append(at)
-        left = [*map(min, left, lost[at][1])]
-    for _ in range(_EXCHANGES):
-        for at in tuple(chosen):
-            chosen.remove(at)
-            without = _least_of(lost, chosen, rows)
-            best, least = _next(lost, without)
-            if sum(without) > least:
-                chosen.append(best)
-    return [lost[at][0] for at in chosen]
+        left, had = np.minimum(left, lost[at]), least
+    return chosen
 
 
-def _least_of(lost: Lost, chosen: Sequence[int], rows: int) -> list[float]:
-    return [*map(min, zip([inf] * rows, *(lost[at][1] for at in chosen), strict=True))]
-
-
-def _next(lost: Lost, left: list[float]) -> tuple[int, float]:
+def _next(lost: Array, left: Array) -> tuple[int, float]:
     """What loses the least beside others, and how much is lost then."""
-    sums = [sum(map(min, left, of_code)) for _, of_code in lost]
-    return sums.index(min(sums)), min(sums)
+    sums = np.add.reduce(np.minimum(lost, left), axis=1)
+    at = int(sums.argmin())
+    return at, float(sums[at])
 
 
 def _fp8_cycles(target: Target, M: int, N: int, K: int) -> float:
@@ -148,15 +140,6 @@ def _is_exact(target: Target, problem: LinearProblem) -> bool:
     return target.exact_sums or problem.out_dtype == "fp32"
 
 
-def _cheapest_of_many(target: Target, problem: LinearProblem) -> tuple[float, Config]:
-    """Of more than 4,096 rows, by wgmma_bf16 with large tiles of the menu if it has some."""
-    M, N, K = problem.M, problem.N, problem.K
-    codes = menu(target, N, K, _is_exact(target, problem))
-    tiles = [code.of_bf16[0] for code in codes if code.of_bf16 is not None]
-    large = {tile.tile_m for tile in tiles if tile.pairs and tile.tile_m >= _FEWEST_OF_MANY}
-    return bf16.cheapest_of_many(target, Sizes(M, N, K), tuple(sorted(large)))
-
-
 def _configure_tiled(target: Target, problem: LinearProblem) -> Config:
     if problem.M <= tiled.MOST_OWN_M:
         chosen = _chosen(target, problem)
@@ -168,7 +151,7 @@ def _configure_tiled(target: Target, problem: LinearProblem) -> Config:
 def _configure_bf16(target: Target, problem: LinearProblem) -> Config:
     M, N, K = problem.M, problem.N, problem.K
     if M > bf16.MOST_OWN_M:
-        return _cheapest_of_many(target, problem)[1]
+        return bf16.cheapest_of_many(target, Sizes(M, N, K))[1]
     chosen = _chosen(target, problem)
     if chosen.of_fp8:
         chosen = best(target, M, N, K, True)
@@ -210,7 +193,7 @@ def _others_cycles(target: Target, problem: LinearProblem) -> float:
     sizes = Sizes(problem.M, problem.N, problem.K)
     if problem.M <= bf16.MOST_OWN_M:
         return _chosen(target, problem).cycles - START_OF_BF16
-    return min(_cheapest_of_many(target, problem)[0], persistent_cycles(target, sizes))
+    return min(bf16.cheapest_of_many(target, sizes)[0], persistent_cycles(target, sizes))
 
 
 def _swapped_yields(target: Target, problem: LinearProblem) -> str | None:
@@ -227,7 +210,7 @@ def _bf16_yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M <= bf16.MOST_OWN_M:
         return None
     sizes = Sizes(problem.M, problem.N, problem.K)
-    if _cheapest_of_many(target, problem)[0] < persistent_cycles(target, sizes):
+    if bf16.cheapest_of_many(target, sizes)[0] < persistent_cycles(target, sizes):
         return None
     return "persistent expands x while it multiplies"
 

@@ -80,7 +80,7 @@ def _costs_of_many(target: Target, problem: LinearProblem, parts: int) -> Iterat
             continue
         tiles = -(-problem.M // tile.tile_m) * -(-problem.N // tile.tile_n)
         rounds = -(-tiles // most_clusters(target, parts))
-        yield rounds * many.cycles_of_part(problem, tile, parts, units), config
+        yield rounds * many.cycles_of_part(tile, tile.unit(problem), parts, units), config
 
 
 def _costs_of_pairs(target: Target, problem: LinearProblem, parts: int) -> Iterator[Costed]:

@@ -6,7 +6,9 @@ Their CTAs stay and take tiles in turns, two of a cluster side by side along the
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from aiter_mx.kernels.linear.fitted_sm90 import PERSISTENT_MANY, ManyRows
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
@@ -36,25 +38,33 @@ class Work(NamedTuple):
 
 def work_of(chunks: int, tiles: int, pairs: int) -> Work:
     """Where each has as many whole tiles as all have, and its even share of the chunks of the
-    others."""
+    others. Of numbers or arrays of them."""
     rounds, left = divmod(tiles, pairs)
-    if not left:
-        return Work(rounds * chunks, rounds, 0, 0)
-    rounds = max(rounds - 1, 0)
+    shared = lesser(left, 1)
+    rounds = rounds - lesser(rounds, shared)
     part, more = divmod((tiles - rounds * pairs) * chunks, pairs)
-    whole = more == 0 and part < chunks and chunks % part == 0
-    parts = 1 if whole else 2
-    others = chunks // part - whole if part < chunks else 1
+    times, rest = divmod(chunks, lesser(part, chunks) + 1 - shared)  # 0 where nothing is shared
+    whole = shared * ((more == 0) & (rest == 0) & (part < chunks))
     return Work(
-        rounds * chunks + part + (more > 0), rounds + parts + (part > chunks), parts, others
+        rounds * chunks + part + lesser(more, 1),
+        rounds + 2 * shared - whole + (part > chunks),
+        2 * shared - whole,
+        shared * times - whole,
     )
 
 
-def pairs_that_suit(target: Target, chunks: int, tiles: int) -> set[int]:
-    """All, and as many as have equally many tiles each, or parts of one."""
+def pairs_that_suit(target: Target, chunks: int, tiles: int) -> tuple[int, int]:
+    """All, and as many as have equally many tiles each, or parts of one, which may be as many. Of
+    numbers or arrays of them."""
     most = target.cu_num // PAIR
-    even = tiles // -(-tiles // most) if tiles >= most else tiles * (most // tiles)
-    return {min(most, tiles * chunks), min(even, tiles * chunks)}
+    rounds = -(-tiles // most)
+    even = tiles // rounds * (1 + (most - lesser(tiles, most)) // tiles)
+    return lesser(tiles * chunks, most), lesser(even, tiles * chunks)
+
+
+def lesser(a: Any, b: Any) -> Any:
+    """Of two numbers, or of each two of arrays."""
+    return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
 
 
 def cycles_of_pairs(

@@ -205,7 +205,8 @@ def _bounds_of_groups(
 def cycles_of_pass(
     fitted: WgmmaFp8, found: Layout, split: int, row_groups: int, k_groups: int
 ) -> float:
-    """What workgroups take from their start to their end, with a good depth."""
+    """What workgroups take from their start to their end, with a good depth. ``found`` may have
+    arrays of ``chunks`` and ``scale_chunks``."""
     groups = row_groups * k_groups
     copied: float = found.chunks * found.stage_bytes / fitted.bytes_a_cycle
     blocks = up(found.chunks, k_groups) * row_groups * 4
@@ -219,10 +220,8 @@ def cycles_of_pass(
     computed = blocks * max(of_block, waited)
     sums = found.rows_m * found.rows_w * k_groups
     cycles = together(fitted, copied, computed) + _exchange_cycles(fitted, split, sums)
-    if found.scale_chunks == 1:
-        of_thread = (found.rows_m + found.rows_w) * found.chunks / (128 * groups)
-        cycles += fitted.in_words * of_thread
-    return cycles
+    of_thread = (found.rows_m + found.rows_w) * found.chunks / (128 * groups)
+    return cycles + (found.scale_chunks == 1) * (fitted.in_words * of_thread)
 
 
 def together(fitted: WgmmaFp8, copied: float, computed: float) -> float:

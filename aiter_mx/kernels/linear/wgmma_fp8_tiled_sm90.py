@@ -5,10 +5,15 @@ x comes in tiles of 64 tokens, wgmma's A; nothing is launched ahead.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as untiled
@@ -18,9 +23,8 @@ from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
 from aiter_mx.kernels.search import Costed, Least, Search
-from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters, up
+from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters
 from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
-from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 _TOKENS_AS_B = (72, 88, 96, 104)  # of tiles in which w is wgmma's A
@@ -46,6 +50,9 @@ _OWN_SPLITS = (1, 2)  # without a table: more are seldom faster
 _DEPTH = 3  # chunks of 128 k that are under way; 4 and 6 take as long
 _NAMES = tuple(param.name for param in PARAMS)
 MIN_M = GROUP_ROWS + 1
+_MOST_CHUNKS = 192  # of a part of K: so many have no room for the scales of any tile
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 _MOST_TILES_M = 65_535  # of a grid's y
 MOST_OWN_M = 2048  # without a table: its products take longer than wgmma_bf16's
 
@@ -84,14 +91,62 @@ def _tiles_m(problem: LinearProblem, tile_m: int) -> int:
     return -(-problem.M // tile_m)
 
 
-def _layouts(
-    N: int, K: int, splits: tuple[int, ...] = PARAMS[-1].values
-) -> Iterator[tuple[tuple[int, int, int, int], int, Layout]]:
-    """Those of the tiles that are weighed, with them and with splits of K."""
+class _Tiles(NamedTuple):
+    """Those that are weighed with splits of K, and what does not depend on N, in arrays.
+
+    Attributes:
+        values: of their configurations.
+        tile_m: tokens of each.
+        rows_w: features.
+        split: parts of K.
+        cycles: of a pass and what is between two, by whether the last chunk of K is whole, its
+            chunks, and the tile; infinitely many where it does not fit.
+    """
+
+    values: tuple[tuple[int, ...], ...]
+    tile_m: Ints
+    rows_w: Ints
+    split: Ints
+    cycles: Floats
+
+
+@cache
+def _tiles(splits: tuple[int, ...]) -> _Tiles:
+    found = []
     for tile, split in product(_TILES, splits):
-        found = _layout_of(N, K, *tile, split)
-        if found is not None:
-            yield tile, split, found
+        fewest = tile[-1] * split
+        one = _layout_of(1, fewest * CHUNK, *tile, split)
+        if one is not None:
+            is_long = partial(_is_long, tile, split)
+            fitting = bisect_left(range(fewest, _MOST_CHUNKS * split), True, key=is_long)
+            all_chunks: Any = np.arange(fewest, fewest + fitting)
+            chunks, cycles = -(-all_chunks // split), np.full((2, _MOST_CHUNKS * splits[-1]), inf)
+            for whole in (0, 1):  # without words, scales are of two chunks or more
+                vectors: Any = 1 + (all_chunks % (2 * split) == 0) * whole
+                of_any = one._replace(chunks=chunks, scale_chunks=vectors)
+                passing = untiled.cycles_of_pass(FITTED, of_any, split, *tile[2:])
+                cycles[whole, all_chunks] = passing + FITTED.between_passes
+            found.append(((*tile, split), tile[0], one.rows_w, split, cycles))
+    values, tiles_m, rows_w, of_k, cycles_of = zip(*found, strict=True)
+    by_chunks = np.ascontiguousarray(np.array(cycles_of).transpose(1, 2, 0))
+    return _Tiles(values, np.array(tiles_m), np.array(rows_w), np.array(of_k), by_chunks)
+
+
+def _is_long(tile: tuple[int, int, int, int], split: int, chunks: int) -> bool:
+    """Whether a tile has no room for so many chunks of K."""
+    return _layout_of(1, chunks * CHUNK, *tile, split) is None
+
+
+def _passes(K: int, splits: tuple[int, ...]) -> Floats:
+    """What each of the tiles takes."""
+    of_chunks: Floats = _tiles(splits).cycles[int(K % CHUNK == 0)]
+    found: Floats = of_chunks[min(-(-K // CHUNK), len(of_chunks) - 1)]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _fits(K: int) -> bool:
+    return any(_passes(K, splits).min() < inf for splits in (_OWN_SPLITS, PARAMS[-1].values))
 
 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -102,14 +157,9 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     refused = untiled.refusal_of_any_rows(target, problem)
     if refused is not None:
         return refused
-    if not _fits(_k_alike(problem.K)):
+    if not _fits(problem.K):
         return f"K={problem.K}: no room for the scales of a tile in shared memory"
     return None
-
-
-@lru_cache(maxsize=1024)
-def _fits(K: int) -> bool:
-    return any(_layouts(1, K))
 
 
 class Code(NamedTuple):
@@ -122,40 +172,59 @@ class Code(NamedTuple):
 
     def cost(self, M: int) -> float:
         """A model of what a call with so many rows of x takes: see ``FITTED``."""
-        return START - (-M // self.values[0] * self.clusters // self.side_by_side) * self.cycles
+        cycles: float = _cost(M, self.values[0], *self[1:])
+        return cycles
+
+
+def _cost(M: Any, tile_m: Any, clusters: Any, side_by_side: Any, cycles: Any) -> Any:
+    """Of numbers or arrays of them."""
+    return START - (-M // tile_m * clusters // side_by_side) * cycles
+
+
+class Codes(NamedTuple):
+    """All configurations that fit a weight."""
+
+    values: list[tuple[int, ...]]
+    tile_m: Ints
+    clusters: Ints
+    side_by_side: Ints
+    cycles: Floats
+
+    def costs(self, rows: Ints) -> Floats:
+        """What calls take, a row for each configuration and a column for each number of rows in
+        ascending order; infinitely long beyond ``MOST_OWN_M``."""
+        found: Floats = _cost(rows, *(values[:, None] for values in self[1:]))
+        found[:, rows.searchsorted(MOST_OWN_M, "right") :] = inf
+        return found
+
+    def code(self, index: int) -> Code:
+        of_clusters = int(self.clusters[index]), int(self.side_by_side[index])
+        return Code(self.values[index], *of_clusters, float(self.cycles[index]))
 
 
 @lru_cache(maxsize=1024)
-def _passes(K: int, splits: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int, float], ...]:
-    """Of each configuration that fits: its values, the features of its tile, and its cycles."""
-    found = []
-    for tile, split, one in _layouts(1, K, splits):
-        cycles = untiled.cycles_of_pass(FITTED, one, split, *tile[2:]) + FITTED.between_passes
-        found.append(((*tile, split), one.rows_w, cycles))
-    return tuple(found)
+def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> Codes:
+    of, cycles = _tiles(splits), _passes(K, splits)
+    (fit,) = (cycles < inf).nonzero()
+    values = [of.values[index] for index in fit.tolist()]
+    clusters = -(-N // of.rows_w[fit])
+    return Codes(values, of.tile_m[fit], clusters, _side_by_side(target, splits)[fit], cycles[fit])
 
 
-@lru_cache(maxsize=1024)
-def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> tuple[Code, ...]:
-    most = {split: most_clusters(target, split) for split in splits}
-    return tuple(
-        Code(values, -(-N // rows_w), most[values[-1]], cycles)
-        for values, rows_w, cycles in _passes(_k_alike(K), splits)
-    )
+@cache
+def _side_by_side(target: Target, splits: tuple[int, ...]) -> Ints:
+    return np.array([most_clusters(target, split) for split in _tiles(splits).split.tolist()])
 
 
-def _k_alike(K: int) -> int:
-    """A K that has the layouts of this one: as many chunks, the last of them whole or not."""
-    return up(K, CHUNK) - (BLOCK if K % CHUNK else 0)
-
-
-def own_codes(target: Target, N: int, K: int) -> tuple[Code, ...]:
-    return _codes(target, N, K, _OWN_SPLITS) or _codes(target, N, K, PARAMS[-1].values)
+def own_codes(target: Target, N: int, K: int) -> Codes:
+    found = _codes(target, N, K, _OWN_SPLITS)
+    return found if found.values else _codes(target, N, K, PARAMS[-1].values)
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
-    for code in _codes(target, problem.N, problem.K, PARAMS[-1].values):
-        yield code.cost(problem.M), (), code.values
+    codes = _codes(target, problem.N, problem.K, PARAMS[-1].values)
+    costs = _cost(problem.M, *codes[1:]).tolist()
+    return ((cost, (), values) for cost, values in zip(costs, codes.values, strict=True))
 
 
 _search = Search(PARAMS, _costs, most=8)
