@@ -10,8 +10,8 @@ from op_tests.bench import routes
 from op_tests.bench.common import MEASURED
 
 BARS = {"median_us": 100, "p99_us": 500, "call_p99_us": 1000, "tables_ms": 50}
-OF_MENUS_US = {("linear", "sm_90a"): 20_000}
-"""More where weights all differ, as those that are drawn: a weight's menu is chosen once."""
+SHARED_US = {("linear", "sm_90a"): 200}
+"""More of what was saved while other processes shared the cores."""
 
 
 def test_saved_times_of_every_op_meet_the_bars() -> None:
@@ -20,7 +20,7 @@ def test_saved_times_of_every_op_meet_the_bars() -> None:
     assert {*zip(drawn.op, drawn.arch, strict=True)} == {(o, a) for o in routes.OPS for a in ARCHS}
     assert not drawn[[*BARS]].isna().any(axis=None) and len(saved) > len(drawn)
     for row in saved.to_dict("records"):
-        more = OF_MENUS_US.get((row["op"], row["arch"]), 0)
+        more = SHARED_US.get((row["op"], row["arch"]), 0)
         bars = {name: bar + more * name.endswith("_us") for name, bar in BARS.items()}
         assert {name: row[name] for name in BARS if row[name] > bars[name]} == {}, row
 
