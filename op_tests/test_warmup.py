@@ -23,7 +23,7 @@ LINEAR = {"N": 2304, "K": 6144}
 LAYER = {"hidden": 2880, "intermediate": 2880, "E": 128, "top_k": 4}
 RANGES = [  # and how many code objects one takes at most, those that all weights share among them
     ("linear", "gfx950", LINEAR, 12),
-    ("linear", "gfx950", LINEAR | {"x_dtype": "bf16"}, 13),
+    ("linear", "gfx950", LINEAR | {"x_dtype": "bf16"}, 12),
     ("linear", "sm_90a", LINEAR, 20),
     ("linear", "sm_90a", LINEAR | {"x_dtype": "bf16"}, 23),
     ("fused_moe", "gfx950", LAYER, 21),

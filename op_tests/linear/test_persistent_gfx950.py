@@ -87,11 +87,13 @@ def test_a_last_row_is_shared_where_it_would_begin_another_round() -> None:
     def taken(M: int, N: int, K: int) -> str:
         return fastest_large(GFX950, LinearProblem(M, N, K))[1]
 
-    for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (2400, 2112, 7168)):
+    for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (5376, 1536, 4096)):
         assert taken(M, N, K) == "persistent"
         assert taken(M + 1, N, K) == taken(M + 32, N, K) == "persistent_last"
     assert taken(2049, 4096, 3584) == "persistent_last"
     assert taken(2150, 4096, 3584) == "persistent"
+    # Worth no code object: few features that are deep, and small tiles that are not.
+    assert taken(3617, 2304, 6144) == taken(1937, 5120, 5120) == "persistent"
     with aiter_mx.simulate("gfx950"):
         chosen = aiter_mx.explain("linear", M=1921, N=5120, K=6400)
         with aiter_mx.batch_invariant():

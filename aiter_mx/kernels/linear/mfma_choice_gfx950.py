@@ -26,7 +26,7 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     way_of,
     work_at,
 )
-from aiter_mx.kernels.linear.persistent_choice_gfx950 import fastest_large
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import fastest_large, least_large
 from aiter_mx.kernels.linear.problem import LinearProblem, rows_tuned_for
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import Config
@@ -63,7 +63,8 @@ _ROWS_OF_MENU = (128, 272, 528, 144, 80)
 _ALIKE = 1.02
 """A code object has to be this much faster than those that more rows take."""
 _MANY_CODES, _ALIKE_OF_MANY = 3, 1.08
-"""And a further one beside so many this much, for large tiles take four more."""
+"""And a further one beside so many this much, for large tiles take four more; of those one goes
+that serves more rows than the first of the menu's, and gains less than the former on average."""
 _MOST_CANDIDATES = 48
 
 
@@ -262,7 +263,24 @@ def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
         if config is not None:
             way = way_of(problem, config)
             codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
+    for code in tuple(codes):
+        gained = [*_gained(target, N, K, codes, code)] if len(codes) > _MANY_CODES else []
+        if sum(gained) < _ALIKE * len(gained):
+            codes.remove(code)
     return tuple(codes)
+
+
+def _gained(target: Target, N: int, K: int, codes: Iterable[Code], code: Code) -> Iterator[float]:
+    """What others take of what a code object does, at each number of rows that it serves: those
+    found later, and large tiles, by the fit as it is. Of fewest rows all are needed."""
+    others = [other for other in codes if other != code]
+    for M in range(BLOCK_M + SIDE, max(_ROWS_OF_MENU) + 1, SIDE):
+        problem = LinearProblem(M, N, K)
+        own = min(_by_cost([code], target, problem), default=inf)
+        other = min(_by_cost(others, target, problem), default=inf)
+        if own < min(other, fastest_large(target, problem)[0]):
+            instead = min(other, least_large(target, problem))
+            yield instead / own if _ROWS_OF_MENU[0] < M else inf
 
 
 def _by_cost(

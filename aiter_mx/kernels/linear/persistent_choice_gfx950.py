@@ -84,6 +84,11 @@ LAST = ((160, 128), (160, 256), (256, 256))
 unit, all take longer."""
 MOST_SPLITS = 32
 """Workgroups that share the K of a tile of the last row."""
+_SOME_FEATURES, _FEWEST_FEATURES, _K_OF_FEW = 2560, 1536, range(2560, 5120)
+"""From so many features on it is worth its code object, and from fewer at some K: few features fill
+a round at thousands of rows only, and deep ones have code objects more for few rows."""
+_LEAST_K_OF_SMALL = 6400
+"""From so much K on tiles of 160 rows are worth one too: below it the fastest at dozens of rows."""
 _WORTH_SHARING_LAST = {160: 0.87, 256: 0.92}
 """Likewise, by rows of a tile: with smaller ones it gains less than the fit says."""
 _OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
@@ -160,8 +165,15 @@ def last_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int, 
         # Where there is no other row of tiles, two that share K are the alternative.
         whole = _whole_cycles(target, problem, tile, down * tile[0]) if down else inf
         found[tile[0], tile[1], splits] = whole + _OF_LAST + of_parts
-    left_out = _left_out(problem.N)
-    return {last: cycles for last, cycles in found.items() if last[:2] != left_out} or found
+    return {last: found[last] for last in found if _has_last(last[:2], problem)} or found
+
+
+def _has_last(tile: Tile, problem: LinearProblem) -> bool:
+    """Whether a weight has a code object for it."""
+    N, K = problem.N, problem.K
+    if tile == _left_out(N) or (tile[0] == 160 and K < _LEAST_K_OF_SMALL):
+        return False
+    return N >= _SOME_FEATURES or (N >= _FEWEST_FEATURES and K in _K_OF_FEW)
 
 
 def persistent_tile(target: Target, problem: LinearProblem) -> Tile:
@@ -176,6 +188,15 @@ def split_tile(target: Target, problem: LinearProblem) -> Tile:
     return min(cycles, key=lambda tile: cycles[tile], default=min(SPLIT))
 
 
+def least_large(target: Target, problem: LinearProblem) -> float:
+    """What they take but where a last row is shared, with no more to gain where workgroups share
+    K."""
+    if problem.N % BLOCK:
+        return inf
+    found = (persistent_cycles(target, problem), split_cycles(target, problem))
+    return min(cycles for each in found for cycles in each.values())
+
+
 @lru_cache(maxsize=1024)
 def fastest_large(target: Target, problem: LinearProblem) -> tuple[float, str]:
     """The fastest of ``persistent``, ``persistent_split`` and ``persistent_last``, and the cycles
@@ -184,8 +205,14 @@ def fastest_large(target: Target, problem: LinearProblem) -> tuple[float, str]:
         return inf, "persistent"
     whole = min(persistent_cycles(target, problem).values())
     split = min(split_cycles(target, problem).values(), default=inf)
-    shared = last_cycles(target, problem).items()
-    last = min((cycles / _WORTH_SHARING_LAST[rows] for (rows, _, _), cycles in shared), default=inf)
+    last = min(
+        (
+            cycles / _WORTH_SHARING_LAST[rows]
+            for (rows, features, _), cycles in last_cycles(target, problem).items()
+            if _has_last((rows, features), problem)
+        ),
+        default=inf,
+    )
     return min(
         (whole, "persistent"),
         (split / _WORTH_SHARING, "persistent_split"),
