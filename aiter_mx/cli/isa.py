@@ -43,6 +43,8 @@ def isa(
     from aiter_mx.target import SIMULATED_ARCHS, hardware
 
     run = run or plot is not None
+    if plot is not None and not plot.suffix:
+        plot = plot.with_suffix(".png")
     if run and arch not in SIMULATED_ARCHS:
         raise ValueError(f"--run simulates {' and '.join(SIMULATED_ARCHS)}, not {arch}")
     target = hardware(arch)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from aiter_mx.cli.explain import describe_config
 from aiter_mx.cli.fields import Axis, parse_axis, parse_fields, problems
 from aiter_mx.cli.screen import make_console, make_progress
 
@@ -91,6 +92,9 @@ def tune(
     path = table or default_table(op, target)
     if path.is_dir():
         raise ValueError(f"--table must be a file, got the folder {str(path)!r}")
+    for option, file in (("--table", path), ("--timings", timings)):
+        if file is not None and file.exists() and not file.is_file():
+            raise ValueError(f"{option} must be a regular file, which {str(file)!r} is not")
     if stale:
         asked, wanted = len(wanted), stale_of(path, op, wanted)
         console.print(f"{len(wanted)} of {asked} shapes are stale")
@@ -155,6 +159,10 @@ def _wanted(
         wanted = with_fields(op, wanted, fields) if wanted else problems(op, fields)
     if not wanted:
         raise ValueError("no shapes: give --shapes, --model, --untuned, or fields such as --M 1")
+    for problem in wanted:
+        if getattr(problem, "is_empty", False):
+            told = describe_config(vars(problem))
+            raise ValueError(f"the result of {told} is empty, so there is nothing to time")
     return wanted
 
 

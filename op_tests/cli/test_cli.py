@@ -258,10 +258,11 @@ def test_isa_run_counts_a_simulated_launch_and_models_its_time(command):
 
 
 @pytest.mark.usefixtures("usual_cache")
-def test_isa_plots_a_timeline(command, tmp_path):
+@pytest.mark.parametrize("name", ["unit.png", "unit"])
+def test_isa_plots_a_timeline(command, tmp_path, name):
     picture = tmp_path / "unit.png"
     shape = ("--N", "96", "--K", "512")
-    status, out, _ = command("isa", "gemv", *shape, "--plot", str(picture))
+    status, out, _ = command("isa", "gemv", *shape, "--plot", str(tmp_path / name))
     assert status == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -240,6 +241,15 @@ def test_report_draws_a_picture(command, tmp_path) -> None:
 WIDE = ("--model", "wide-6144")
 
 
+@pytest.mark.parametrize("option", ["--table", "--timings"])
+def test_what_is_no_regular_file_is_not_replaced(command, tmp_path, option):
+    pipe, files = tmp_path / "pipe", ("--table", str(tmp_path / "table.csv"))
+    os.mkfifo(pipe)
+    found = command("tune", "linear", "--arch", "gfx950", *SHAPE, *files, option, str(pipe))
+    assert_refused(found, f"{option} must be a regular file")
+    assert pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
+
+
 @no_gpu
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -253,6 +263,7 @@ WIDE = ("--model", "wide-6144")
         (("tune", "linear", "--arch", "gfx950", *WIDE, "--tp", "1,0"), "numbers of GPUs, as in"),
         (("tune", "linear", "--arch", "gfx950", *WIDE, "--tp", "two"), "--tp takes numbers of"),
         (("tune", "linear", "--arch", "gfx950", *SHAPE, "--table", "."), "got the folder '.'"),
+        (("tune", "linear", "--arch", "gfx950", *SHAPE, "--M", "0"), "nothing to time"),
         (("tables", "diff", "a.csv", "b.csv"), "a.csv: cannot be read as a table"),
         (("tables", "verify", "linear"), "no GPU here"),
     ],
