@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiter_mx.jit.amd import LINES_ROOT
 from aiter_mx.jit.toolchain import llvm_tool
 from aiter_mx.paths import csrc_dir
 
@@ -63,5 +64,4 @@ def _parse(answer: dict[str, object]) -> SourceLine | None:
 
 def _name(path: str) -> str:
     whole = Path(path)
-    folder = csrc_dir()
-    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else whole.name
+    return str(whole.relative_to(LINES_ROOT)) if whole.is_relative_to(LINES_ROOT) else whole.name

@@ -23,7 +23,10 @@ FLAGS = (
     "-nogpuinc",  # kernels need neither HIP's headers, a second of each build, ...
     "-nogpulib",  # ... nor its device libraries
 )
-LINE_FLAGS = ("-gline-tables-only",)
+LINES_ROOT = "/csrc"
+"""What code objects with source lines call ``csrc/``, wherever that was when they were built:
+installations that share a cache find their own files."""
+LINE_FLAGS = ("-gline-tables-only", f"-fdebug-compilation-dir={LINES_ROOT}")
 """That add source lines to a code object and change nothing else of it."""
 PRELOAD = "MX_PRELOAD"
 """A definition: the dwords of a kernel's first arguments that its waves begin with in registers,
@@ -188,6 +191,11 @@ def _dotted(version: tuple[int, ...]) -> str:
 def command(tool: Toolchain) -> Command:
     """The beginning of a command line: all of it that does not depend on the kernel."""
     return [tool.compiler, "-x", "hip", f"--offload-arch={tool.arch}", *FLAGS, *tool.flags]
+
+
+def where_lines_are(csrc: Path) -> list[str]:
+    """Has source lines name files from ``LINES_ROOT`` on, not from where ``csrc/`` is."""
+    return [f"-fdebug-prefix-map={csrc}={LINES_ROOT}"]
 
 
 def flags_for(defines: Mapping[str, int]) -> list[str]:

@@ -242,7 +242,8 @@ def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
 
 def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:
     command = [*vendor_of(request.arch).command(tool), f"-I{csrc_dir() / 'include'}"]
-    command += _line_flags(request)
+    if request.with_lines:
+        command += [*_line_flags(request), *vendor_of(request.arch).where_lines_are(csrc_dir())]
     command += vendor_of(request.arch).flags_for(dict(request.defines))
     command += [f"-D{name}={value}" for name, value in sorted(request.defines)]
     try:

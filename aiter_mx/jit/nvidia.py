@@ -116,6 +116,11 @@ def command(tool: Toolchain) -> Command:
     return [tool.compiler, *FLAGS, *_gencode(tool.arch), *tool.flags]
 
 
+def where_lines_are(csrc: Path) -> list[str]:
+    """nvcc names the files where they are."""
+    return []
+
+
 def flags_for(defines: Mapping[str, int]) -> list[str]:
     """What a kernel's definitions ask of the compiler itself: nothing."""
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from aiter_mx.cli.disassembly import gfx_class, sm_class
 from aiter_mx.cli.fields import parse_axis, parse_fields, parse_shape, problems
 from aiter_mx.cli.source_lines import source_lines
 from aiter_mx.errors import ToolchainError
-from aiter_mx.jit.build import build
+from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.jit.fingerprint import code_hash
 from aiter_mx.jit.folder import cache_dir
 from aiter_mx.jit.toolchain import find_toolchain
@@ -24,6 +25,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import build_request
 from aiter_mx.paths import csrc_dir
+from aiter_mx.sim.disasm import disassemble
 from aiter_mx.sim.timing.constants import shipped
 from aiter_mx.target import hardware
 from op_tests.cli.conftest import assert_refused
@@ -268,12 +270,33 @@ def test_isa_plots_a_timeline(command, tmp_path, name):
 
 
 def test_source_lines_leave_the_code_as_it_is():
-    spec, target = find_kernel("linear", "gfx950", "hip", "gemv"), hardware("gfx950")
-    problem = LinearProblem(1, 96, 512)
-    request = build_request(spec, target, problem, spec.configure(target, problem))
+    request = gemv_request()
     plain, lined = (build(replace(request, with_lines=lines)) for lines in (False, True))
     assert code_hash(plain.image) == code_hash(lined.image) and plain.path != lined.path
     assert source_lines(plain.path, [0]) == [None]
+
+
+def test_source_lines_are_found_in_what_another_installation_built(monkeypatch, tmp_path):
+    elsewhere = shutil.copytree(csrc_dir(), tmp_path / "elsewhere" / "csrc")
+    request = replace(gemv_request(), with_lines=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("aiter_mx.jit.build.csrc_dir", lambda: elsewhere)
+        built = build(request)
+    shutil.rmtree(elsewhere)
+    found = build(request)
+    assert built.built and not found.built and found.path == built.path
+    lines = source_lines(found.path, [part.address for part in disassemble(found.image)])
+    paths = {line.path for line in lines if line}
+    assert "linear/gemv_gfx950.cu" in paths and "include/gfx950/target.h" in paths
+    assert all((csrc_dir() / path).is_file() for path in paths)
+    callers = {line.caller.partition(":")[0] for line in lines if line and line.caller}
+    assert callers and all((csrc_dir() / path).is_file() for path in callers)
+
+
+def gemv_request() -> BuildRequest:
+    spec, target = find_kernel("linear", "gfx950", "hip", "gemv"), hardware("gfx950")
+    problem = LinearProblem(1, 96, 512)
+    return build_request(spec, target, problem, spec.configure(target, problem))
 
 
 def test_isa_takes_a_usual_size_only_for_what_must_be_given(command):
