@@ -241,17 +241,31 @@ def page(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> str:
         "",
         "A kernel's name has its parameters: rows or tiles, waves, unroll and the output's dtype.",
         "",
-        "## Survivors",
-        "",
+        *_survivors_by_reason(outcomes, known),
     ]
-    grouped: dict[str, list[Outcome]] = {}
-    for outcome, reason in survivors(outcomes, known):
-        text = f"{reason.verdict}: {reason.why}" if reason else "unexplained"
-        grouped.setdefault(text, []).append(outcome)
-    for text, of in sorted(grouped.items()):
-        lines += [f"**{text[0].upper()}{text[1:]}**", ""]
-        lines += [
-            f"- {o.mutant.case}, {o.mutant.kind}: `{o.mutant.old}`, {o.mutant.change}" for o in of
-        ]
-        lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+_VERDICTS = {"missed": "Missed", "harmless": "Harmless", "": "Unexplained"}
+
+
+def _survivors_by_reason(outcomes: Sequence[Outcome], known: Sequence[Reason]) -> Iterator[str]:
+    """A table for each verdict: reasons, and how many mutants of which kernels each is for."""
+    found: dict[str, dict[str, list[Mutant]]] = {verdict: {} for verdict in _VERDICTS}
+    for outcome, reason in survivors(outcomes, known):
+        verdict, why = (reason.verdict, reason.why) if reason else ("", "?")
+        found[verdict].setdefault(why, []).append(outcome.mutant)
+    for verdict, by_reason in found.items():
+        if by_reason:
+            yield from (f"## {_VERDICTS[verdict]}", "", "| why | mutants |", "| --- | --- |")
+            for why, mutants in sorted(by_reason.items()):
+                of_kernels: dict[str, Counter[str]] = {}
+                for mutant in mutants:
+                    of_kernels.setdefault(mutant.case, Counter())[mutant.kind] += 1
+                cells = (f"{case}: {_counted(kinds)}" for case, kinds in of_kernels.items())
+                yield f"| {why} | {'; '.join(cells)} |"
+            yield ""
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(kind if count == 1 else f"{kind} ({count})" for kind, count in kinds.items())

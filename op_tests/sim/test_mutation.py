@@ -61,7 +61,7 @@ def test_of_each_kernel_95_of_100_harmful_mutants_are_caught() -> None:
         of_kernel = on_file[on_file.case == name]
         assert (len(of_kernel), of_kernel.by.count()) == (int(count), int(caught))
         assert int(caught) >= 0.95 * (int(count) - int(harmless)) and float(share) >= 95, name
-    assert "**Unexplained**" not in page
+    assert "## Unexplained" not in page
 
 
 @each_case
