@@ -1,10 +1,11 @@
 """``make test-gpu``, or ``python -m op_tests.gpu``: every test marked ``gpu``, on this machine.
 
 First it compiles ahead what the tests will launch, as ``op_tests/rehearsal.py`` lists it, then it
-runs them, one worker a core, each with one thread. Tests that fail are named as they do. Nothing is
-installed, and no network is needed. ``build/gpu_tests`` gets the log and a JUnit file; with
-``--save`` the result of a whole run goes to ``docs/measured/<gpu>/gpu_tests.csv`` together with a
-digest of the code, by which ``make test`` knows whether the saved run is of the code that is there.
+runs them, a part on each GPU, one worker a core, each with one thread. Tests that fail are named as
+they do. Nothing is installed, and no network is needed. ``build/gpu_tests`` gets a log and a JUnit
+file of each part; with ``--save`` the result of a whole run goes to
+``docs/measured/<gpu>/gpu_tests.csv`` together with a digest of the code, by which ``make test``
+knows whether the saved run is of the code that is there.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
+from math import inf
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from aiter_mx.jit.build import build
 from aiter_mx.tuning import origin
+from op_tests.bench.gpus import visible
 from op_tests.shards import Shard
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,11 +133,10 @@ def _pytest(*arguments: str) -> list[str]:
     return ["-m", "pytest", "-p", "no:cacheprovider", *usual, *arguments]
 
 
-def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> None:
-    """Compile what tests launch, as processes that each rehearse a part of them list it."""
-    from op_tests.rehearsal import request_of
-
-    begin, lists = time.monotonic(), [BUILD / f"ahead_{job}.requests" for job in range(jobs)]
+def requests(tests: Sequence[str], shard: Shard, jobs: int, until: float) -> Iterator[str]:
+    """What tests launch, a line for each code object, as processes that each rehearse a part of
+    them list it; they end with ``time.monotonic()`` at ``until``."""
+    lists = [BUILD / f"ahead_{job}.requests" for job in range(jobs)]
     running = []
     for path, part in zip(lists, shard.parts(jobs), strict=True):
         path.write_text("")
@@ -144,20 +147,22 @@ def compile_ahead(tests: Sequence[str], shard: Shard, jobs: int, seconds: float)
             running.append(
                 subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             )
-    builds: dict[str, Future[object]] = {}
-    pool, listing = ThreadPoolExecutor(jobs), True
-    while listing and time.monotonic() < begin + seconds:  # the tests compile the rest
+    told: dict[str, None] = {}
+    listing = True
+    while listing and time.monotonic() < until:
         time.sleep(0.1)
         listing = any(process.poll() is None for process in running)
-        for line in chain.from_iterable(map(_lines_of, lists)):
-            if line not in builds:
-                builds[line] = pool.submit(build, request_of(line))
-    for process in running:
+        new = dict.fromkeys(chain.from_iterable(map(_lines_of, lists)))
+        new = {line: None for line in new if line not in told}
+        told |= new
+        yield from new
+    for process, path in zip(running, lists, strict=True):
+        ended = process.poll()
         process.kill()
         process.wait()
-    built = wait(builds.values(), max(0.0, begin + seconds - time.monotonic())).done
-    pool.shutdown(cancel_futures=True)
-    print(f"compiled {len(built)} ahead in {time.monotonic() - begin:.0f} s", flush=True)
+        if ended not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            how = "was cut short" if ended is None else f"ended with {ended}"
+            print(f"a rehearsal {how}: see {path.with_suffix('.log')}", flush=True)
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -165,7 +170,37 @@ def _lines_of(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> int:
+def compile_ahead(lines: Iterable[str], jobs: int, until: float) -> None:
+    """Compile what lines ask for; what is not built at ``until``, the tests compile."""
+    from op_tests.rehearsal import request_of
+
+    begin, pool = time.monotonic(), ThreadPoolExecutor(jobs)
+    builds = [pool.submit(build, request_of(line)) for line in lines]
+    built = wait(builds, max(0.0, until - time.monotonic())).done
+    pool.shutdown(cancel_futures=True)
+    print(f"compiled {len(built)} ahead in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def run_all(tests: Sequence[str], parts: Sequence[Shard], jobs: int, seconds: float) -> int:
+    """Run parts of the tests at a time, each on a GPU of its own, which is the first that it sees;
+    the worst exit status."""
+    names = visible()
+    firsts = (names[part:] + names[:part] for part in range(len(parts)))
+    of_each: list[dict[str, str]] = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {} for gpus in firsts
+    ]
+    workers = max(1, jobs // len(parts))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        runs = [
+            pool.submit(run_tests, tests, part, workers, seconds, gpus)
+            for part, gpus in zip(parts, of_each, strict=True)
+        ]
+        return max(run.result() for run in runs)
+
+
+def run_tests(
+    tests: Sequence[str], shard: Shard, jobs: int, seconds: float, variables: Mapping[str, str]
+) -> int:
     """Run the tests, their output to people and to a file as it comes; pytest's exit status."""
     junit = BUILD / f"junit_{shard.index}_of_{shard.count}.xml"
     junit.unlink(missing_ok=True)
@@ -179,7 +214,7 @@ def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> 
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(),
+            env=environment() | variables,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -196,10 +231,12 @@ def run_tests(tests: Sequence[str], shard: Shard, jobs: int, seconds: float) -> 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m op_tests.gpu", description=__doc__)
     add = parser.add_argument
-    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="workers")
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="workers, of all GPUs")
     add("--shard", type=Shard.parse, default=Shard(1, 1), help="i/n: the i-th of n parts")
     add("--seconds", type=float, default=450, help="end the tests after so many")
     add("--ahead-only", action="store_true", help="compile, and run no test")
+    add("--list", type=Path, help="only list what would be compiled, in this file; needs no GPU")
+    add("--listed", type=Path, help="such a list: saves rehearsing the tests where the GPU is")
     add("--save", action="store_true", help="keep the result of all shards under docs/measured")
     add("--state", action="store_true", help="only say whether the saved run is of this code")
     add("tests", nargs="*", default=["op_tests"], help="files; by default all")
@@ -214,15 +251,25 @@ def main() -> int:
     if asked.save and asked.tests != ["op_tests"]:
         raise SystemExit("--save keeps the result of all tests: leave the files out")
     BUILD.mkdir(parents=True, exist_ok=True)
-    compile_ahead(asked.tests, asked.shard, asked.jobs, asked.seconds)
+    until = time.monotonic() + (inf if asked.list else asked.seconds)
+    if asked.listed:
+        lines: Iterable[str] = asked.listed.read_text().splitlines(keepends=True)
+    else:
+        lines = requests(asked.tests, asked.shard, asked.jobs, until)
+    if asked.list:
+        asked.list.write_text("".join(sorted(lines)))
+        return 0
+    compile_ahead(lines, asked.jobs, until)
     if asked.ahead_only:
         return 0
     begin = time.monotonic()
-    status = run_tests(asked.tests, asked.shard, asked.jobs, asked.seconds)
-    print(f"tests took {time.monotonic() - begin:.0f} s; log and JUnit file are in {BUILD}")
+    parts = asked.shard.parts(max(1, len(visible())))
+    status = run_all(asked.tests, parts, asked.jobs, asked.seconds)
+    print(f"tests took {time.monotonic() - begin:.0f} s; logs and JUnit files are in {BUILD}")
     if asked.save:
-        junits = [*BUILD.glob(f"junit_*_of_{asked.shard.count}.xml")]
-        if len(junits) < asked.shard.count or status not in (0, 1):
+        count = parts[0].count
+        junits = [*BUILD.glob(f"junit_*_of_{count}.xml")]
+        if len(junits) < count or status not in (0, 1):
             raise SystemExit("nothing saved: the run was cut short, or other shards are missing")
         _save(junits)
     return status

@@ -12,9 +12,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.registry import kernels_of
 from aiter_mx.paths import csrc_dir
 from op_tests import gpu, planted, sanitize
+from op_tests.rehearsal import line_of
 from op_tests.shards import Shard
 
 JUNIT = """<testsuites><testsuite>
@@ -96,6 +98,42 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list
     ends = [line.partition(" ") for line in done.stdout.splitlines()]
     tests = [test for end, _, test in ends if end == "PASSED"]
     return tests, [json.loads(line)[:2] for line in requests.read_text().splitlines()]
+
+
+def test_what_a_list_names_is_what_is_compiled(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Made where no GPU is, and read where one is."""
+    requests = [BuildRequest(f"linear/{name}.cu", "sm_90a", (("N", 96),)) for name in "cab"]
+    listed, asked = tmp_path / "requests", []
+    monkeypatch.setattr(gpu, "requests", lambda *_: map(line_of, requests))
+    monkeypatch.setattr(gpu, "build", asked.append)
+    monkeypatch.setattr(gpu, "BUILD", tmp_path)
+    for options in (["--list", str(listed)], ["--listed", str(listed), "--ahead-only"]):
+        assert asked == []
+        monkeypatch.setattr(sys, "argv", ["gpu", *options])
+        assert gpu.main() == 0
+        monkeypatch.setattr(gpu, "requests", None)
+    assert {*asked} == {*requests} and len(asked) == 3
+    assert "compiled 3 ahead" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"], ["2", "5", "7"]])
+def test_every_gpu_runs_a_part_of_the_tests(gpus: list[str], tmp_path, monkeypatch) -> None:
+    runs: list[tuple[Shard, int, str | None]] = []
+
+    def run(tests, shard, jobs, seconds, variables) -> int:
+        runs.append((shard, jobs, variables.get("CUDA_VISIBLE_DEVICES")))
+        return int(shard == parts[-1])
+
+    monkeypatch.setattr(gpu, "visible", lambda: gpus)
+    monkeypatch.setattr(gpu, "run_tests", run)
+    parts = Shard(1, 2).parts(max(1, len(gpus)))
+    assert gpu.run_all(["op_tests"], parts, 16, 1.0) == 1, "as the last part had a failure"
+    seen = {shard: (jobs, names) for shard, jobs, names in runs}
+    assert {*seen} == {*parts} and len(runs) == len(parts)
+    firsts = [names and names.split(",")[0] for _, names in (seen[part] for part in parts)]
+    assert firsts == (gpus or [None])
+    assert all({*names.split(",")} == {*gpus} for _, names in seen.values() if names)
+    assert {jobs for jobs, _ in seen.values()} == {16 // len(parts)}
 
 
 def test_a_rehearsal_asks_for_what_tests_launch(rehearsed) -> None:
