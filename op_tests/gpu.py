@@ -186,19 +186,21 @@ def compile_ahead(lines: Iterable[str], jobs: int, until: float) -> None:
     print(f"compiled {len(built)} ahead in {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def run_all(tests: Sequence[str], parts: Sequence[Shard], jobs: int, seconds: float) -> int:
-    """Run parts of the tests at a time, each on a GPU of its own, which is the first that it sees;
-    the worst exit status."""
+def of_each_gpu() -> list[dict[str, str]]:
+    """The environment's variables of each GPU's processes, which see it first and then the others;
+    a single one, of no variables, where there is no GPU."""
     names = visible()
-    firsts = (names[part:] + names[:part] for part in range(len(parts)))
-    of_each: list[dict[str, str]] = [
-        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {} for gpus in firsts
-    ]
+    orders = [",".join(names[first:] + names[:first]) for first in range(len(names))]
+    return [{"CUDA_VISIBLE_DEVICES": order} for order in orders] or [{}]
+
+
+def run_all(tests: Sequence[str], parts: Sequence[Shard], jobs: int, seconds: float) -> int:
+    """Run a part of the tests on each GPU, all at a time; the worst exit status."""
     workers = max(1, jobs // len(parts))
     with ThreadPoolExecutor(len(parts)) as pool:
         runs = [
             pool.submit(run_tests, tests, part, workers, seconds, gpus)
-            for part, gpus in zip(parts, of_each, strict=True)
+            for part, gpus in zip(parts, of_each_gpu(), strict=True)
         ]
         return max(run.result() for run in runs)
 
@@ -268,7 +270,7 @@ def main() -> int:
     if asked.ahead_only:
         return 0
     begin = time.monotonic()
-    parts = asked.shard.parts(max(1, len(visible())))
+    parts = asked.shard.parts(len(of_each_gpu()))
     status = run_all(asked.tests, parts, asked.jobs, asked.seconds)
     print(f"tests took {time.monotonic() - begin:.0f} s; logs and JUnit files are in {BUILD}")
     if asked.save:

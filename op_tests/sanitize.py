@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from aiter_mx.jit import nvidia
@@ -126,10 +127,10 @@ def count_of(found: re.Pattern[str], output: str) -> int:
 
 
 def run(seconds: float) -> list[dict[str, object]]:
-    """A row for each tool."""
+    """A row for each tool; those of several GPUs share them out."""
     BUILD.mkdir(parents=True, exist_ok=True)
     begin, running = time.monotonic(), {}
-    for tool in TOOLS:
+    for tool, variables in zip(TOOLS, cycle(gpu.of_each_gpu()), strict=False):
         with (BUILD / f"{tool}.tests").open("w") as output:
             running[tool] = subprocess.Popen(
                 [
@@ -139,7 +140,7 @@ def run(seconds: float) -> list[dict[str, object]]:
                     *command(tool, BUILD / f"{tool}.log"),
                 ],
                 cwd=gpu.ROOT,
-                env=gpu.environment(),
+                env=gpu.environment() | variables,
                 stdout=output,
                 stderr=output,
             )

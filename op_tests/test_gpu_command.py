@@ -126,7 +126,7 @@ def test_every_gpu_runs_a_part_of_the_tests(gpus: list[str], tmp_path, monkeypat
 
     monkeypatch.setattr(gpu, "visible", lambda: gpus)
     monkeypatch.setattr(gpu, "run_tests", run)
-    parts = Shard(1, 2).parts(max(1, len(gpus)))
+    parts = Shard(1, 2).parts(len(gpu.of_each_gpu()))
     assert gpu.run_all(["op_tests"], parts, 16, 1.0) == 1, "as the last part had a failure"
     seen = {shard: (jobs, names) for shard, jobs, names in runs}
     assert {*seen} == {*parts} and len(runs) == len(parts)
