@@ -17,6 +17,17 @@ KERNEL(64) exponents(const float* in, float* out) {
     out[lane_id() + 64] = y[1];
 }
 """
+DOUBLES = """
+KERNEL(64) doubles(const double* in, double* out) {
+    double x = in[lane_id()], y = in[64 + lane_id()], r[3];
+    asm volatile("v_rcp_f64 %0, %3\\n v_rsq_f64 %1, %3\\n v_sqrt_f64 %2, %3\\n s_nop 1"
+                 : "=&v"(r[0]), "=&v"(r[1]), "=&v"(r[2]) : "v"(x));
+    for (int i = 0; i < 3; i++)
+        out[64 * i + lane_id()] = r[i];
+    out[192 + lane_id()] = x / y;
+    out[256 + lane_id()] = __builtin_sqrt(x);
+}
+"""
 BF16 = """
 typedef __bf16 bf16x8 __attribute__((ext_vector_type(8)));
 KERNEL(64) product(const bf16x8* in, f32x4* out) {
@@ -45,6 +56,16 @@ def test_approximations_are_off_by_at_most_an_ulp_and_not_all_alike() -> None:
         np.testing.assert_array_equal(exponents(seed), out)
         changes.add(off.tobytes())
     assert len(changes) == 3
+
+
+def test_those_of_f64_have_the_bits_that_are_promised_and_newton_steps_the_others() -> None:
+    x, y = np.exp2(np.random.default_rng(3).uniform(-40, 40, (2, 64)))
+    out = np.zeros((5, 64))
+    launch(program(DOUBLES), "doubles", 1, 64, [np.stack([x, y]), out], access="rw")
+    exact = np.stack([1 / x, 1 / np.sqrt(x), np.sqrt(x)])
+    off = np.abs(out[:3] - exact) / np.spacing(exact)
+    assert (off < 2.0**29).all() and (off > 2.0**20).mean() > 0.9
+    np.testing.assert_array_equal(out[3:], [x / y, np.sqrt(x)])
 
 
 def bf16_product(order: str) -> Array:

@@ -26,7 +26,7 @@ from op_tests.sim.cases import (
     to_bf16,
     to_e4m3,
 )
-from op_tests.sim.tools import Array
+from op_tests.sim.tools import Array, launch, program
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
@@ -94,6 +94,11 @@ CASES = [
     Case("v_ceil_f32 {d}, {a}", "f", "f", np.ceil),
     Case("v_trunc_f32 {d}, {a}", "f", "f", np.trunc),
     Case("v_rndne_f32 {d}, {a}", "f", "f", np.rint),
+    Case("v_fract_f32 {d}, {a}", "f", "f", lambda a: np.minimum(a - np.floor(a), _below_1(a))),
+    Case("v_fract_f64 {d}, {a}", "d", "d", lambda a: np.minimum(a - np.floor(a), _below_1(a))),
+    Case("v_sin_f32 {d}, {a}", "f", "f", lambda a: _of_turns(np.sin, a), 1),
+    Case("v_cos_f32 {d}, {a}", "f", "f", lambda a: _of_turns(np.cos, a), 1),
+    Case("v_sin_f16 {d}, {a}", "u", "u", lambda a: f16_word(_of_turns(np.sin, halves(a)[0]))),
     Case("v_ldexp_f32 {d}, {a}, {b}", "f", "fe",
          lambda a, b: np.ldexp(a.astype(np.float64), b).astype(np.float32)),
     Case("v_ldexp_f64 {d}, {a}, {b}", "d", "de", np.ldexp),
@@ -225,6 +230,17 @@ CASES = [
 ]  # fmt: skip
 
 
+def _below_1(x: Array) -> Array:
+    return np.nextafter(x.dtype.type(1), x.dtype.type(0))
+
+
+def _of_turns(wave: Callable[[Array], Array], x: Array) -> Array:
+    """A sine or cosine in turns; beyond 256 of them, which hardware does not reduce, that of 0."""
+    turns = x.astype(np.float64)
+    waves = wave(np.where(np.abs(turns) <= 256, turns, 0) * 2 * np.pi)
+    return np.where(np.isfinite(turns), waves, np.nan).astype(x.dtype)
+
+
 def _clip(x: int, bits: int) -> int:
     return max(-(1 << bits - 1), min((1 << bits - 1) - 1, x))
 
@@ -273,3 +289,24 @@ def test_instruction_matches_its_definition(
     n: int, results: list[tuple[list[Array], Array]]
 ) -> None:
     check_case(CASES[n], *results[n])
+
+
+FUSED = """
+typedef _Float16 f16x2 __attribute__((ext_vector_type(2)));
+KERNEL(64) fused(const f16x2* in, f16x2* out) {
+    f16x2 a = in[lane_id()], b = in[64 + lane_id()], c = in[128 + lane_id()], d = c;
+    out[lane_id()] = __builtin_elementwise_fma(a, b, c);
+    asm volatile("v_fma_f16 %0, %1, %2, %3" : "=v"(d) : "v"(a), "v"(b), "v"(c));
+    out[64 + lane_id()] = f16x2{d.x, 0};
+}
+"""
+
+
+def test_sums_that_round_to_the_middle_between_two_f16_are_rounded_once() -> None:
+    below_half = np.float16(2.0**-11 - 2.0**-21)  # times 1 + 2^-10: 2^-31 below half an ulp of 1
+    ones = np.float16(1) + np.arange(128).astype(np.float16) * np.float16(2.0**-10)
+    x = np.stack([np.full(128, 1 + 2.0**-10), np.full(128, below_half), ones]).astype(np.float16)
+    out = np.zeros((2, 128), np.float16)
+    launch(program(FUSED), "fused", 1, 64, [x, out], access="rw")
+    np.testing.assert_array_equal(out[0], ones)
+    np.testing.assert_array_equal(out[1, ::2], ones[::2])

@@ -42,10 +42,11 @@ def test_dpp_moves_and_keeps_the_right_lanes(values: Array) -> None:
 
 def test_permutes_swaps_and_lane_reads(values: Array) -> None:
     index = np.random.default_rng(2).permutation(64).astype(np.int32)
-    out = np.zeros((14, 64), np.int32)
+    out = np.zeros((18, 64), np.int32)
     launch(program("lanes.cu"), "permutes", 1, 64, [values, index, out], access="rrw")
     scattered = np.zeros(64, np.int32)
     scattered[index] = values
+    turned = np.array([int(f"{lane & 31:05b}"[::-1], 2) for lane in L])
     upper32, upper16 = L >= 32, L // 16 % 2 == 1
     written = values.copy()
     written[9] = index[3]
@@ -64,6 +65,10 @@ def test_permutes_swaps_and_lane_reads(values: Array) -> None:
         written,
         (values < 0).astype(np.int32),
         np.where(L % 3, index - 3 * values, values - 3 * index),
+        values[(L & 0x30) + (L + 5 & 0x0F)],
+        values[(L & 0x28) + (L - 3 & 0x17)],
+        values[(L & 32) + turned],
+        values[(L & 32) + (turned >> 2 | L & 0x11)],
     ]
     np.testing.assert_array_equal(out, np.array(want))
 

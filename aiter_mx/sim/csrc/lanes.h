@@ -128,14 +128,25 @@ API void permute(Wave* w, u32* d, const u32* index, const u32* in, u32 offset) {
     EACH_ACTIVE(w) out[(index[ACTIVE_LANE] + offset) >> 2 & 63] = in[ACTIVE_LANE];
     LANES d[l] = (out[l] & w->mask[l]) | (d[l] & ~w->mask[l]);
 }
-// The offset field is the pattern: bit 15 quad permutation, else and/or/xor masks of 5 bits.
+// The lane that lane l reads, by the pattern in the offset field, within its 32 lanes or its quad.
+static u32 swizzle_source(u32 pattern, u32 l) {
+    u32 at = l & 31, kept = pattern & 31, from;
+    if (pattern >= 0xe000) { // bits of the number turned round, as Fourier transforms have them
+        from = reverse_bits(at) >> 27 >> __builtin_popcount(kept) | (at & kept);
+    } else if (pattern >= 0xc000) { // rotated, by bits 9-5 and the direction in bit 10
+        u32 by = pattern >> 5 & 31;
+        from = (at & kept) | ((pattern >> 10 & 1 ? at - by : at + by) & ~kept & 31);
+    } else if (pattern & 0x8000) {
+        return (l & ~3u) + (pattern >> (2 * (l & 3)) & 3);
+    } else { // and, or, exclusive or
+        from = ((at & kept) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31);
+    }
+    return (l & 32) + from;
+}
 API void swizzle(Wave* w, u32* d, const u32* in, u32 pattern) {
     u32 out[64];
     for (u32 l = 0; l < 64; l++) {
-        u32 from =
-            pattern & 0x8000
-                ? (l & ~3u) + (pattern >> (2 * (l & 3)) & 3)
-                : (l & 32) + ((((l & 31) & pattern) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31));
+        u32 from = swizzle_source(pattern, l);
         out[l] = w->exec >> from & 1 ? in[from] : 0;
     }
     LANES d[l] = (out[l] & w->mask[l]) | (d[l] & ~w->mask[l]);

@@ -54,6 +54,28 @@ INLINE float approximate(float x) {
     return f32(perturbing && e && e != 255 ? u + change : u);
 }
 
+// Of f64 hardware promises 2^29 ulp: f32's bits of the mantissa, and Newton steps for the others.
+INLINE double coarse(double x) { return isnan(x) ? x : f64(bits64(x) & ~0ull << 29); }
+// Turns, not radians: beyond 256 of them hardware gives what it gives for 0.
+INLINE float of_turns(double (*wave)(double), float x) {
+    return isfinite(x) ? (float)wave(fabsf(x) <= 256 ? 6.283185307179586 * x : 0) : NAN;
+}
+// The part above a whole number, which rounding must not make 1; NaN of what is not finite.
+INLINE float fract_f32(float x) {
+    float part = x - floorf(x);
+    return part >= 1 ? 0x1.fffffep-1f : part;
+}
+INLINE double fract_f64(double x) {
+    double part = x - floor(x);
+    return part >= 1 ? 0x1.fffffffffffffp-1 : part;
+}
+// Rounded to odd, so that rounding once more, to f16, gives what rounding once would have.
+INLINE float odd_f32(double x) {
+    float nearest = (float)x;
+    u32 u = bits32(nearest) - (fabs((double)nearest) > fabs(x));
+    return nearest == x || isnan(x) ? nearest : f32(u | 1);
+}
+
 // The scale of v_cvt_scalef32_*: the exponent of an f32, its mantissa ignored.
 INLINE double scale_of_f32(u32 bits) {
     u32 e = bits >> 23 & 0xff;

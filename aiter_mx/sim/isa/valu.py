@@ -28,13 +28,13 @@ v_rsq_f32 f f approximate(1.0f / sqrtf(flushed(a)))
 v_sqrt_f32 f f approximate(sqrtf(flushed(a)))
 v_exp_f32 f f approximate(exp2f(flushed(a)))
 v_log_f32 f f approximate(log2f(flushed(a)))
-v_sin_f32 f f (float)sin(6.283185307179586 * a)
-v_cos_f32 f f (float)cos(6.283185307179586 * a)
+v_sin_f32 f f of_turns(sin, a)
+v_cos_f32 f f of_turns(cos, a)
 v_floor_f32 f f floorf(a)
 v_ceil_f32 f f ceilf(a)
 v_trunc_f32 f f truncf(a)
 v_rndne_f32 f f rintf(a)
-v_fract_f32 f f fminf(a - floorf(a), 0x1.fffffep-1f)
+v_fract_f32 f f fract_f32(a)
 v_ldexp_f32 f fi ldexpf(a, b)
 v_frexp_mant_f32 f f isnan(a) || isinf(a) ? a : frexpf(a, &(int){0})
 v_frexp_exp_i32_f32 i f isnan(a) || isinf(a) || a == 0 ? 0 : ilogbf(a) + 1
@@ -50,14 +50,14 @@ v_fma_f64 d ddd fma(a, b, c)
 v_fmac_f64 d dd fma(a, b, d)
 v_min_f64 d dd fmin(a, b)
 v_max_f64 d dd fmax(a, b)
-v_rcp_f64 d d 1.0 / a
-v_rsq_f64 d d 1.0 / sqrt(a)
-v_sqrt_f64 d d sqrt(a)
+v_rcp_f64 d d coarse(1.0 / a)
+v_rsq_f64 d d coarse(1.0 / sqrt(a))
+v_sqrt_f64 d d coarse(sqrt(a))
 v_floor_f64 d d floor(a)
 v_ceil_f64 d d ceil(a)
 v_trunc_f64 d d trunc(a)
 v_rndne_f64 d d rint(a)
-v_fract_f64 d d fmin(a - floor(a), 0x1.fffffffffffffp-1)
+v_fract_f64 d d fract_f64(a)
 v_ldexp_f64 d di ldexp(a, b)
 v_frexp_mant_f64 d d isnan(a) || isinf(a) ? a : frexp(a, &(int){0})
 v_frexp_exp_i32_f64 i d isnan(a) || isinf(a) || a == 0 ? 0 : ilogb(a) + 1
@@ -71,8 +71,8 @@ v_add_f16 h hh a + b
 v_sub_f16 h hh a - b
 v_subrev_f16 h hh b - a
 v_mul_f16 h hh a * b
-v_fma_f16 h hhh (float)fma((double)a, b, c)
-v_fmac_f16 h hh (float)fma((double)a, b, d)
+v_fma_f16 h hhh odd_f32(fma((double)a, b, c))
+v_fmac_f16 h hh odd_f32(fma((double)a, b, d))
 v_min_f16 h hh min_f32(a, b)
 v_max_f16 h hh max_f32(a, b)
 v_med3_f16 h hhh med3_f32(a, b, c)
@@ -90,8 +90,8 @@ v_rndne_f16 h h rintf(a)
 v_ldexp_f16 h hx ldexpf(a, b)
 v_frexp_mant_f16 h h isnan(a) || isinf(a) ? a : frexpf(a, &(int){0})
 v_frexp_exp_i16_f16 w h isnan(a) || isinf(a) || a == 0 ? 0 : (u32)(ilogbf(a) + 1)
-v_sin_f16 h h (float)sin(6.283185307179586 * a)
-v_cos_f16 h h (float)cos(6.283185307179586 * a)
+v_sin_f16 h h of_turns(sin, a)
+v_cos_f16 h h of_turns(cos, a)
 v_div_fixup_f16 h hhh div_fixup_f16(a, b, c)
 """
 
@@ -300,7 +300,7 @@ v_pk_fma_f32 f fff fmaf(a, b, c)
 v_pk_mul_f32 f ff a * b
 v_pk_add_f32 f ff a + b
 v_pk_mov_b32 u uu half ? b : a
-v_pk_fma_f16 h hhh (float)fma((double)a, b, c)
+v_pk_fma_f16 h hhh odd_f32(fma((double)a, b, c))
 v_pk_add_f16 h hh a + b
 v_pk_mul_f16 h hh a * b
 v_pk_min_f16 h hh min_f32(a, b)

@@ -40,6 +40,10 @@ KERNEL(64) permutes(const int* in, const int* index, int* out) {
     if (l % 3)
         asm volatile("v_swap_b32 %0, %1" : "+v"(first), "+v"(second));
     out[832 + l] = first - 3 * second;
+    out[896 + l] = __builtin_amdgcn_ds_swizzle(x, 0xc000 | 5 << 5 | 0x10);           // up by 5
+    out[960 + l] = __builtin_amdgcn_ds_swizzle(x, 0xc000 | 1 << 10 | 3 << 5 | 0x08); // down by 3
+    out[1024 + l] = __builtin_amdgcn_ds_swizzle(x, 0xe000);
+    out[1088 + l] = __builtin_amdgcn_ds_swizzle(x, 0xe000 | 0x11);
     u64 below = __builtin_amdgcn_ballot_w64(x < 0);
     out[768 + l] = below >> l & 1;
 }
