@@ -202,6 +202,7 @@ def swiglu_of(activation: str, alpha: float, beta: float, limit: float | None) -
 
     Raises:
         TypeError: one of them is no number of Python's.
+        ValueError: the limit is below 0, or NaN.
     """
     if activation != "swiglu_oai":
         return ()
@@ -209,6 +210,8 @@ def swiglu_of(activation: str, alpha: float, beta: float, limit: float | None) -
     for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit)):
         if not isinstance(value, (int, float, torch.SymFloat)):
             raise TypeError(f"{name} must be a number, a float, got {type(value).__name__}")
+    if not limit >= 0:  # kernels differ in what is within -limit to limit then
+        raise ValueError(f"limit must be at least 0, or None for no limit, got {limit}")
     return float(alpha), float(beta), float(limit)
 
 

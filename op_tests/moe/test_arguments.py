@@ -60,6 +60,8 @@ def test_bad_arguments_are_refused(
         ({"alpha": "1"}, TypeError, "alpha must be a number, a float, got str"),
         ({"beta": None}, TypeError, "beta must be a number, a float, got NoneType"),
         ({"limit": torch.tensor(7.0)}, TypeError, "limit must be a number, a float, got Tensor"),
+        ({"limit": -1}, ValueError, "limit must be at least 0, or None for no limit, got -1"),
+        ({"limit": float("nan")}, ValueError, "limit must be at least 0, .* got nan"),
         ({}, ValueError, "N must be a multiple of 64 with an activation, got N=20"),
     ],
     ids=str,
