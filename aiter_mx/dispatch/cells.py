@@ -28,7 +28,27 @@ Lines: TypeAlias = tuple[tuple[str, ...], list[Line]]
 
 
 def read_lines(path: Path) -> Lines:
-    """The header of a table, and each line's op, number and cells."""
+    """The header of a table, and each line's op, number and cells.
+
+    Raises:
+        TableError: as ``read_cells``, or a column is missing.
+    """
+    header, numbered = read_cells(path)
+    for column in (*SCOPE, *CHOICE):
+        if column not in header:
+            older = "config" not in header and "kernel" in header
+            hint = f"; aiter-mx tables convert {path} brings an older table up to date"
+            raise TableError(f"{path}:1: column {column!r} is missing{hint if older else ''}")
+    op_at = header.index("op")
+    return header, [(texts[op_at], number, texts) for number, texts in numbered]
+
+
+def read_cells(path: Path) -> tuple[tuple[str, ...], list[tuple[int, tuple[str, ...]]]]:
+    """The header of a CSV, and each line's number and cells.
+
+    Raises:
+        TableError: it cannot be read, or its lines are not of one length.
+    """
     if path.exists() and not path.is_file():  # opening a pipe would wait for somebody to write
         raise TableError(f"{path}: cannot be read as a table: it is no regular file")
     try:
@@ -44,14 +64,7 @@ def read_lines(path: Path) -> Lines:
                 )
             if doubled := next((name for name in header if header.count(name) > 1), None):
                 raise TableError(f"{path}:1: column {doubled!r} is there twice")
-            for column in (*SCOPE, *CHOICE):
-                if column not in header:
-                    older = "config" not in header and "kernel" in header
-                    hint = f"; aiter-mx tables convert {path} brings an older table up to date"
-                    raise TableError(
-                        f"{path}:1: column {column!r} is missing{hint if older else ''}"
-                    )
-            op_at, lines = header.index("op"), []
+            lines = []
             for cells in reader:
                 if len(cells) != len(header):
                     if not any(cells):
@@ -60,8 +73,7 @@ def read_lines(path: Path) -> Lines:
                         f"{path}:{reader.line_num}: has {len(cells)} fields, the header has "
                         f"{len(header)}"
                     )
-                texts = tuple(map(str.strip, cells))
-                lines.append((texts[op_at], reader.line_num, texts))
+                lines.append((reader.line_num, tuple(map(str.strip, cells))))
             return tuple(header), lines
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"{path}: cannot be read as a table: {error}") from error

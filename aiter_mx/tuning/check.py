@@ -81,7 +81,7 @@ def check_table(path: Path, on_row: Callable[[], object] = lambda: None) -> Chec
         origin = origins[op].get(key_of(op, cells), {})
         build = origin.get("build")
         if own is not None and build and sources_key(own)[:HASH_DIGITS] != build:
-            changed.append(Changed(row, own, origin["code"]))
+            changed.append(Changed(row, own, origin.get("code", "")))
         on_row()
     return CheckedTable(path, len(seen), requests, tuple(changed))
 

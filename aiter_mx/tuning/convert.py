@@ -10,7 +10,15 @@ from aiter_mx.dispatch.cells import format_config, parse_config
 from aiter_mx.dispatch.tables import read_table
 from aiter_mx.errors import TableError
 from aiter_mx.kernels.registry import kernels_of
-from aiter_mx.tuning.table import Cells, Rows, key_of, read_csv, with_provenance, write_table
+from aiter_mx.tuning.table import (
+    Cells,
+    Rows,
+    key_of,
+    order_of,
+    read_csv,
+    with_provenance,
+    write_table,
+)
 
 RENAMED = {
     ("linear", "direct"): "mma_registers",
@@ -58,20 +66,27 @@ def convert(path: Path) -> Converted:
         raise TableError(f"{path}: there is no such file")
     named = read_csv(path)
     ops = sorted(set(named["op"])) if "op" in named else []
-    if len(ops) != 1 or "kernel" not in named:
+    if len(ops) != 1:
         raise TableError(f"{path}: expected the rows of one op, got those of {ops or 'none'}")
+    for column in ("gfx", "backend", "kernel"):
+        if column not in named:
+            raise TableError(f"{path}: column {column!r} is missing")
     op = ops[0]
     rows: Rows = {}
     dropped: Counter[str] = Counter()
     records: list[Cells] = with_provenance(path, op).to_dict("records")
-    for row in records:
-        config = _config_today(op, row)
+    for line, row in enumerate(records, start=2):
+        try:
+            config, us = _config_today(op, row), _us(row)
+            order_of(op, row)
+        except ValueError as error:
+            raise TableError(f"{path}:{line}: {error}") from error
         if config is None:
             dropped[row["kernel"]] += 1
             continue
         row |= {"kernel": _name_today(op, row), "config": config, f"{row['backend']}_us": ""}
         rival = rows.get(key_of(op, row))
-        if rival is None or _us(row) < _us(rival):
+        if rival is None or us < _us(rival):
             rows[key_of(op, row)] = row
     write_table(path, op, rows.values())
     count = sum(1 for _ in read_table(path))

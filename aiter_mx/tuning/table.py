@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,8 +29,10 @@ from aiter_mx.dispatch.cells import (
     SIDE_FILES,
     format_config,
     parse_config,
+    read_cells,
 )
 from aiter_mx.dispatch.tables import read_table
+from aiter_mx.errors import TableError
 from aiter_mx.kernels.registry import find_kernel, key_columns, problem_type
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.target import Target
@@ -75,10 +77,33 @@ def problem_cells(op: str, problem: Problem) -> Cells:
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """A CSV with every cell as the text that stands there; no rows where there is no file."""
-    if not path.is_file():
+    """A CSV with every cell as the text that stands there; no rows where there is no file, or an
+    empty one, as a kill may leave.
+
+    Raises:
+        TableError: it cannot be read, or its lines are not of one length.
+    """
+    if not path.is_file() or not path.stat().st_size:
         return pd.DataFrame(dtype=str)
-    return pd.read_csv(path, dtype=str, keep_default_na=False)
+    header, lines = read_cells(path)
+    return pd.DataFrame([cells for _, cells in lines], columns=list(header), dtype=str)
+
+
+def _read_keyed(path: Path, op: str) -> pd.DataFrame:
+    """``read_csv``, with the columns that say what rows are for.
+
+    Raises:
+        TableError: one of them is missing that is no newer than the table.
+    """
+    rows = read_csv(path)
+    defaults = {field.name: field.default for field in fields(problem_type(op))}
+    for name in ("gfx", "cu_num", *key_columns(op)) if len(rows.columns) else ():
+        if name not in rows:  # a table that is older than a key column is for its default
+            default = defaults.get(name, MISSING)
+            if default is MISSING:
+                raise TableError(f"{path}: column {name!r} is missing")
+            rows[name] = str(default)
+    return rows
 
 
 def read_frame(path: Path, op: str) -> pd.DataFrame:
@@ -98,14 +123,10 @@ def read_frame(path: Path, op: str) -> pd.DataFrame:
 
 def with_provenance(path: Path, op: str) -> pd.DataFrame:
     """``read_frame`` without a look at what the rows say."""
-    rows = read_csv(path)
-    defaults = {field.name: str(field.default) for field in fields(problem_type(op))}
-    for name in key_columns(op):
-        if name not in rows:  # a table that is older than a key column is for its default
-            rows[name] = defaults[name]
-    provenance, runs = map(read_csv, side_files(path))
+    rows, (provenance_path, runs_path) = _read_keyed(path, op), side_files(path)
+    provenance, runs = _read_keyed(provenance_path, op), read_csv(runs_path)
     keys = ["gfx", "cu_num", *key_columns(op)]
-    if set(keys) <= set(provenance):
+    if len(provenance.columns):
         facts = provenance.drop(columns="op", errors="ignore").drop_duplicates(keys)
         rows = rows.merge(facts, "left", keys)
         if "run" in runs and "run" in facts:
@@ -121,7 +142,7 @@ def read_rows(path: Path, op: str) -> Rows:
 
 def read_origins(path: Path, op: str) -> Rows:
     """What stands in a table's provenance alone, by what the rows are for."""
-    records: list[Cells] = read_csv(side_files(path)[0]).to_dict("records")
+    records: list[Cells] = _read_keyed(side_files(path)[0], op).to_dict("records")
     return {key_of(op, row): row for row in records}
 
 
@@ -175,7 +196,7 @@ def write_table(path: Path, op: str, rows: Iterable[Cells]) -> None:
     Rows are sorted by shape, in which M counts last, then by CU count. The table itself comes last:
     a kill before leaves the rows of before, beside facts of some that are not there yet.
     """
-    rows = sorted(rows, key=lambda row: _order(op, row))
+    rows = sorted(rows, key=lambda row: order_of(op, row))
     frame = pd.DataFrame(
         rows,
         columns=list(dict.fromkeys([*columns_of(op), *provenance_columns(op), *RUN])),
@@ -213,7 +234,12 @@ def _add_runs(path: Path, named: pd.DataFrame) -> None:
             os.close(handle)
 
 
-def _order(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
+def order_of(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
+    """Where a row stands in a table.
+
+    Raises:
+        ValueError: a size is no whole number.
+    """
     types = problem_type(op).__annotations__
     numbers = [name for name in key_columns(op) if types[name] in (int, "int")]
     numbers.sort(key=lambda name: name == "M")

@@ -197,6 +197,46 @@ def test_a_table_of_the_layout_of_before_is_refused_and_converted(command, tmp_p
     assert again == (table.read_text(), [path.read_text() for path in side_files(table)])
 
 
+LINE = "gfx950,256,linear,4,96,64,bf16,hip,gemv,rows=2 waves=1 unroll=1,3.5,measured"
+HEADER = "gfx,cu_num,op,M,N,K,out_dtype,backend,kernel,config,us,source"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{HEADER}\n{LINE},more,and more\n{LINE}\n", ":2: has 14 fields, the header has 12"),
+        (f"{HEADER}\n{LINE}\n{LINE},more\n", ":3: has 13 fields, the header has 12"),
+        (f"{HEADER}\n{LINE.replace('waves=1', 'waves')}\n", r":2: config must be like 'rows=2"),
+        (f"{HEADER}\n{LINE}\n{LINE.replace('3.5', 'fast')}\n", r":3: could not convert .*'fast'"),
+        (f"{HEADER}\n{LINE.replace('96', 'many')}\n", r":2: invalid literal for int.*'many'"),
+        (f"{HEADER.replace('K', 'k')}\n{LINE}\n", ": column 'K' is missing"),
+        (f"{HEADER.replace('gfx', 'arch')}\n{LINE}\n", ": column 'gfx' is missing"),
+        (f"{HEADER.replace('backend', 'by')}\n{LINE}\n", ": column 'backend' is missing"),
+    ],
+)
+def test_a_broken_table_is_not_converted_and_named(command, tmp_path, text, message) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(text)
+    status, _, err = command("tables", "convert", table)
+    assert status == 1
+    assert re.fullmatch(rf"error: {table}{message}.*\n", err)
+    assert table.read_text() == text and [*tmp_path.iterdir()] == [table]
+
+
+def test_a_broken_provenance_is_named_and_an_older_one_read(command, tmp_path) -> None:
+    table = tmp_path / "linear.csv"
+    table.write_text(f"{HEADER}\n{LINE}\n")
+    provenance, _ = side_files(table)
+    header = "gfx,cu_num,op,M,N,K,out_dtype,spread,build,code,run"
+    for missing in ("K", "gfx"):
+        provenance.write_text(f"{header.replace(missing, 'other')}\n")
+        status, _, err = command("tables", "check", table)
+        assert (status, err) == (1, f"error: {provenance}: column '{missing}' is missing\n")
+    provenance.write_text(f"{header}\ngfx950,256,linear,4,96,64,bf16,0.02,0a,0b,r1\n")
+    (row,) = read_rows(table, "linear").values()
+    assert (row["spread"], row["build"]) == ("0.02", "0a")
+
+
 def test_a_folder_of_tables_holds_their_provenance_too(command, tmp_path, monkeypatch) -> None:
     tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--most", 1)
     command(*tune, "--table", tmp_path / "linear.csv")
