@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
+from math import inf
 
 import numpy as np
 import pandas as pd
@@ -24,32 +25,17 @@ from scipy.optimize import nnls
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
-    FITTED,
-    SEARCHES,
-)
-from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
-    LAST,
-    PERSISTENT,
-    SPLIT,
-    last_cycles,
-    persistent_cycles,
-    split_cycles,
-)
+from aiter_mx.kernels.linear.mfma_choice_gfx950 import FITTED, SEARCHES
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import LARGE, Large, cycles_of
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.search import Costed, Least
 from aiter_mx.kernels.spec import Config
 from aiter_mx.paths import configs_dir
-from aiter_mx.target import Target, hardware
+from aiter_mx.target import hardware
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.modelled import ModelBench
 
 LINEAR = ("memory", "lines", "round", "step", "sum", "split")
-EXPECTED: dict[str, Callable[[Target, LinearProblem], Mapping[tuple[int, ...], float]]] = {
-    "persistent": persistent_cycles,
-    "persistent_split": split_cycles,
-    "persistent_last": last_cycles,
-}
 ROWS = (4, 16, 32, 64, 80, 128, 144, 256, 512, 768)
 MOST_WEIGHTS = 1 << 26  # of a shape: larger ones take long to trace, and say the same
 PERSISTENT_SHAPES = ((2304, 6144), (6144, 2048), (8192, 4096), (14336, 4096), (28672, 4096))
@@ -102,38 +88,35 @@ def predicted_us(kernel: str, problem: LinearProblem, config: Config) -> float:
     return bench.sample_us(candidate)
 
 
-def large_tiles(kernel: str, tile: tuple[int, int]) -> Iterator[tuple[int, float]]:
+def large_tiles(large: Large) -> Iterator[tuple[int, float]]:
     """Of a kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
-    spec = find_kernel("linear", "gfx950", "hip", kernel)
-    expected = EXPECTED[kernel]
+    spec = find_kernel("linear", "gfx950", "hip", large.kernel)
     for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
-        problem = LinearProblem(many * tile[0] + (kernel == "persistent_last"), N, K)
-        found_for = {key[:2]: cycles for key, cycles in expected(GFX950, problem).items()}
-        if (cycles := found_for.get(tile)) is None:  # others are faster there
+        further = large.kernel == "persistent_last"
+        problem = LinearProblem(many * large.tile[0] + further, N, K)
+        if (cycles := cycles_of(GFX950, large, problem)) == inf:  # others are faster there
             continue
         config = next(
             config
             for config in spec.candidates(GFX950, problem)
-            if (config["tile_m"], config["tile_n"]) == tile
+            if (config["tile_m"], config["tile_n"]) == large.tile
         )
-        found = predicted_us(kernel, problem, config) * CYCLES_A_US
-        yield many * -(-N // tile[1]), found / cycles
+        found = predicted_us(large.kernel, problem, config) * CYCLES_A_US
+        yield many * -(-N // large.tile[1]), found / cycles
 
 
 def fit_persistent() -> None:
     cus = GFX950.cu_num
     bounds = {"few": (0, cus // 2), "many": (cus // 2, cus), "rounds": (cus, MOST_TILES)}
-    large = [("persistent", tile) for tile in PERSISTENT]
-    large += [("persistent_split", tile) for tile in SPLIT]
-    large += [("persistent_last", tile) for tile in LAST]
-    for kernel, tile in large:
-        found = list(large_tiles(kernel, tile))
+    for large in LARGE:
+        found = list(large_tiles(large))
         for what, (above, most) in bounds.items():
             of_these = [ratio for tiles, ratio in found if above < tiles <= most]
             if of_these:
                 low, middle, high = np.quantile(of_these, (0.1, 0.5, 0.9))
                 print(
-                    f"{kernel} {tile} {what}: {middle:.2f} of now ({low:.2f} to {high:.2f})",
+                    f"{large.kernel} {large.tile} {what}: {middle:.2f} of now"
+                    f" ({low:.2f} to {high:.2f})",
                     flush=True,
                 )
 

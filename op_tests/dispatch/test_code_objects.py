@@ -33,15 +33,20 @@ LAYERS = (  # hidden, intermediate, experts and top_k
 )
 EDGES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 ROWS = (*range(1, 321), *(M + d for M in EDGES for d in (-1, 0, 1)))
+FEW_ROWS = (*(1, 2, 3, 5, 9, 17, 33, 64), *(round(65 * 2 ** (at / 5)) for at in range(45)))
+
+
+def tuned(arch: str) -> list[tuple[int, int]]:
+    """(N, K) of the weights of the table."""
+    with (configs_dir() / arch / "linear.csv").open(newline="") as file:
+        return sorted({(int(row["N"]), int(row["K"])) for row in csv.DictReader(file)})
 
 
 def shapes(arch: str) -> list[tuple[int, int]]:
     """(N, K) of two dozen weights of the table, and of ten that it does not have."""
     rng = random.Random(22)
-    with (configs_dir() / arch / "linear.csv").open(newline="") as file:
-        tuned = sorted({(int(row["N"]), int(row["K"])) for row in csv.DictReader(file)})
     drawn = [(rng.randrange(96, 20_000), 32 * rng.randrange(40, 512)) for _ in range(10)]
-    return rng.sample(tuned, 24) + drawn
+    return rng.sample(tuned(arch), 24) + drawn
 
 
 def builds(arch: str, problems: Iterable[LinearProblem]) -> set[BuildRequest]:
@@ -60,6 +65,18 @@ def test_few_code_objects_serve_all_numbers_of_rows(arch: str, x_dtype: str) -> 
         for N, K in shapes(arch)
     }
     assert {shape: count for shape, count in counts.items() if count > MOST[arch]} == {}
+
+
+@pytest.mark.parametrize("x_dtype", ["e4m3", "bf16"])
+def test_any_weight_takes_as_few_on_gfx950(x_dtype: str) -> None:
+    """All of the table, and as many of any size."""
+    rng, arch, counts = random.Random(23), "gfx950", dict[tuple[int, int], int]()
+    drawn = [(rng.randrange(1, 40_000), 32 * rng.randrange(1, 900)) for _ in range(40)]
+    drawn += [(32 * rng.randrange(1, 1000), 32 * rng.randrange(1, 900)) for _ in range(80)]
+    for N, K in tuned(arch) + drawn:
+        problems = (LinearProblem(M, N, K, x_dtype=x_dtype) for M in FEW_ROWS)
+        counts[N, K] = len(builds(arch, problems))
+    assert max(counts.values()) == MOST[arch] and min(counts.values()) > 1
 
 
 @pytest.mark.parametrize("arch", MOST)

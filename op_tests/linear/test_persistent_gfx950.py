@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ import aiter_mx
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import config_of
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
+    LARGE,
     LEAST_SPLIT_K,
     SPLIT,
+    cycles_of,
     fastest_large,
-    last_cycles,
-    split_cycles,
 )
 from aiter_mx.kernels.linear.persistent_gfx950 import (
     PERSISTENT,
@@ -23,7 +24,7 @@ from aiter_mx.kernels.linear.persistent_gfx950 import (
     PERSISTENT_SPLIT,
 )
 from aiter_mx.sim.program import SimOptions
-from aiter_mx.target import hardware
+from aiter_mx.target import Target, hardware
 from aiter_mx.trial import prepare
 from op_tests.linear.launches import assert_same_bits_whoever_ends_last, launch_linear
 from op_tests.linear.operands import operands
@@ -83,21 +84,20 @@ def test_a_shared_last_row_leaves_its_counts_as_it_found_them() -> None:
         assert not launch.counters.any()
 
 
-def test_a_last_row_is_shared_where_it_would_begin_another_round() -> None:
-    def taken(M: int, N: int, K: int) -> str:
-        return fastest_large(GFX950, LinearProblem(M, N, K))[1]
+def taken(M: int, N: int, K: int) -> str:
+    """The fastest with large tiles, of all code objects."""
+    return fastest_large(GFX950, LARGE, LinearProblem(M, N, K))[1].kernel
 
-    for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (5376, 1536, 4096)):
+
+def test_a_last_row_is_shared_where_it_would_begin_another_round() -> None:
+    for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (1792, 9216, 7168)):
         assert taken(M, N, K) == "persistent"
         assert taken(M + 1, N, K) == taken(M + 32, N, K) == "persistent_last"
-    assert taken(2049, 4096, 3584) == "persistent_last"
-    assert taken(2150, 4096, 3584) == "persistent"
-    # Worth no code object: few features that are deep, and small tiles that are not.
-    assert taken(3617, 2304, 6144) == taken(1937, 5120, 5120) == "persistent"
+    assert taken(2049, 9216, 7168) == "persistent"
     with aiter_mx.simulate("gfx950"):
-        chosen = aiter_mx.explain("linear", M=1921, N=5120, K=6400)
+        chosen = aiter_mx.explain("linear", M=1793, N=9216, K=7168)
         with aiter_mx.batch_invariant():
-            invariant = aiter_mx.explain("linear", M=1921, N=5120, K=6400)
+            invariant = aiter_mx.explain("linear", M=1793, N=9216, K=7168)
     assert (chosen.kernel, invariant.kernel) == ("persistent_last", "persistent")
 
 
@@ -115,14 +115,10 @@ def test_parts_of_a_last_row_have_places_and_two_steps() -> None:
     ):
         assert told in str(PERSISTENT_LAST.misfit(GFX950, LinearProblem(M, N, K), config))
     for N, K in ((64, LEAST_SPLIT_K - 32), (65536, 4096)):
-        assert not last_cycles(GFX950, LinearProblem(64, N, K))
         assert "is to be shared" in str(PERSISTENT_LAST.refusal(GFX950, LinearProblem(64, N, K)))
 
 
 def test_k_is_shared_where_tiles_are_few_and_deep() -> None:
-    def taken(M: int, N: int, K: int) -> str:
-        return fastest_large(GFX950, LinearProblem(M, N, K))[1]
-
     assert taken(385, 4096, 14336) == taken(769, 5120, 6400) == "persistent_split"
     assert taken(1024, 4096, 4096) == taken(385, 4096, LEAST_SPLIT_K - 32) == "persistent"
     with aiter_mx.simulate("gfx950"):
@@ -131,17 +127,24 @@ def test_k_is_shared_where_tiles_are_few_and_deep() -> None:
     assert "hip/mfma: persistent_split is faster here by the model of time" in chosen.reason
 
 
+def _splitting(target: Target, problem: LinearProblem) -> set[tuple[int, int]]:
+    """Tiles that two workgroups may share."""
+    own = (large for large in LARGE if large.kernel == "persistent_split")
+    return {large.tile for large in own if cycles_of(target, large, problem) < inf}
+
+
 def test_each_workgroup_has_a_compute_unit_of_its_own() -> None:
     for M, N in ((128, 16384), (130, 8192), (160, 32768), (4096, 512)):
         problem = LinearProblem(M, N, 4096)
-        for tile_m, tile_n in split_cycles(GFX950, problem):
+        assert _splitting(GFX950, problem)
+        for tile_m, tile_n in _splitting(GFX950, problem):
             config = {"tile_m": tile_m, "tile_n": tile_n, "splits": 2}
             module = PERSISTENT_SPLIT.module
             assert module is not None
             assert module.geometry(GFX950, problem, config).grid[0] <= GFX950.cu_num
     few = replace(GFX950, cu_num=8)
-    assert split_cycles(few, LinearProblem(512, 128, 4096)).keys() == {(128, 128)}
-    assert not split_cycles(few, LinearProblem(513, 128, 4096))
+    assert (128, 128) in _splitting(few, LinearProblem(512, 128, 4096))
+    assert (128, 128) not in _splitting(few, LinearProblem(513, 128, 4096))
 
 
 def test_too_few_steps_and_tiles_that_there_are_not_are_refused() -> None:

@@ -1,5 +1,5 @@
-"""Which configuration of ``mfma`` and ``mfma_split`` is fastest, and where a kernel with large
-tiles is: by a fit to the model of time."""
+"""Which configuration of ``mfma`` and ``mfma_split`` is fastest, and for few rows where a kernel
+with large tiles is: by a fit to the model of time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from aiter_mx.kernels.gfx950 import SIDE, TILE_K, WAVES
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     BLOCK_M,
     COL_TILES,
     LANES,
+    MAX_M,
     PARAMS,
     SPLITS,
     Way,
@@ -23,14 +27,20 @@ from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     resident_at,
     row_kib,
     way_at,
-    way_of,
     work_at,
 )
-from aiter_mx.kernels.linear.persistent_choice_gfx950 import fastest_large, least_large
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
+    SMALLEST,
+    Large,
+    config_of_large,
+    fastest_large,
+)
 from aiter_mx.kernels.linear.problem import LinearProblem, rows_tuned_for
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search, without_waste
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import Target
+
+Array = npt.NDArray[np.float64]
 
 FITTED: dict[str, float] = {
     "launch": 5700,
@@ -55,17 +65,13 @@ MOST_SHARED_ROWS = 256  # beyond, K is not split
 LEAST_SPLIT_K = min(SPLITS.values) * TILE_K
 """Beyond BLOCK_M more, as a workgroup's sums take two waves, each with a tile of K."""
 _FEWEST_SHARED_TILES = 3  # of w and of x, beyond BLOCK_M
+_LARGE_OF_FEW = (SMALLEST, Large("persistent_split", SMALLEST.tile))
 _WORTH_LEAVING = 0.95
 _MOST_FOLDED_TILES = 4
 _MOST_SUMS = 24  # of a thread: more make long code
-_ROWS_OF_MENU = (128, 272, 528, 144, 80)
-"""Beyond BLOCK_M, numbers of rows whose fastest code objects serve all."""
-_ALIKE = 1.02
-"""A code object has to be this much faster than those that more rows take."""
-_MANY_CODES, _ALIKE_OF_MANY = 3, 1.08
-"""And a further one beside so many this much, for large tiles take four more; of those one goes
-that serves more rows than the first of the menu's, and gains less than the former on average."""
 _MOST_CANDIDATES = 48
+_ROW_TILES, _WAVES, _WAVES_THAT_SHARE = PARAMS[0].values[1:], (1, 2, 4, 8), 4
+"""Of code objects beyond BLOCK_M: with others they would be half of a thousandth faster."""
 
 
 def _costs(
@@ -236,132 +242,147 @@ def cheapest(kernel: str, target: Target, M: int, N: int, K: int) -> Config:
     return SEARCHES[kernel].best(target, LinearProblem(M, N, K))
 
 
+@lru_cache(maxsize=1024)
+def fastest_of_few(target: Target, M: int, N: int, K: int) -> tuple[str, Config]:
+    """The kernel that is, and its configuration, of up to BLOCK_M rows: ``mfma`` unless another is
+    by a twentieth. No search goes beyond what would be taken in its place."""
+    problem, launch = LinearProblem(M, N, K), FITTED["launch"]
+    best, large = inf, SMALLEST
+    if M >= _FEWEST_LARGE_ROWS:
+        best, large = fastest_large(target, _LARGE_OF_FEW, problem)
+    mfma = SEARCHES["mfma"].cheapest(target, problem, best / _WORTH_LEAVING - launch)
+    if mfma is not None:
+        best = min(best, _WORTH_LEAVING * (launch + mfma[0]))
+    if M >= _FEWEST_SPLIT_ROWS:
+        split = SEARCHES["mfma_split"].cheapest(target, problem, best - launch)
+        if split is not None:
+            return "mfma_split", split[1]
+    if mfma is not None:
+        return "mfma", mfma[1]
+    return large.kernel, config_of_large(target, large, N, K)
+
+
 class Code(NamedTuple):
     """A code object for more rows than BLOCK_M.
 
     Attributes:
-        kernel: of it.
         row_tiles, col_tiles, waves, splits: as parameters and ``Way`` have them.
     """
 
-    kernel: str
     row_tiles: int
     col_tiles: int
     waves: int
     splits: int
 
 
-@lru_cache(maxsize=1024)
-def menu(target: Target, N: int, K: int) -> tuple[Code, ...]:
-    """The code objects of a weight for more rows than BLOCK_M, but those with large tiles."""
-    codes = list[Code]()
-    for M in _ROWS_OF_MENU:
-        problem = LinearProblem(M, N, K)
-        least = min(_by_cost(codes, target, problem), default=inf)
-        alike = _ALIKE if len(codes) < _MANY_CODES else _ALIKE_OF_MANY
-        kernel, config = _searched(target, problem, least / alike)
-        if config is not None:
-            way = way_of(problem, config)
-            codes.append(Code(kernel, way.row_tiles, way.col_tiles, config["waves"], way.splits))
-    for code in tuple(codes):
-        gained = [*_gained(target, N, K, codes, code)] if len(codes) > _MANY_CODES else []
-        if sum(gained) < _ALIKE * len(gained):
-            codes.remove(code)
-    return tuple(codes)
+class Codes(NamedTuple):
+    """What is known of code objects: a row of an array for each.
 
+    Attributes:
+        row_tiles, col_tiles, waves, splits: as ``Code`` has them.
+        held: workgroups that a compute unit holds at once.
+        once, turn: cycles of a workgroup without its steps, and of a step of all waves.
+        meeting: of workgroups that share K.
+    """
 
-def _gained(target: Target, N: int, K: int, codes: Iterable[Code], code: Code) -> Iterator[float]:
-    """What others take of what a code object does, at each number of rows that it serves: those
-    found later, and large tiles, by the fit as it is. Of fewest rows all are needed."""
-    others = [other for other in codes if other != code]
-    for M in range(BLOCK_M + SIDE, max(_ROWS_OF_MENU) + 1, SIDE):
-        problem = LinearProblem(M, N, K)
-        own = min(_by_cost([code], target, problem), default=inf)
-        other = min(_by_cost(others, target, problem), default=inf)
-        if own < min(other, fastest_large(target, problem)[0]):
-            instead = min(other, least_large(target, problem))
-            yield instead / own if _ROWS_OF_MENU[0] < M else inf
+    row_tiles: Array
+    col_tiles: Array
+    waves: Array
+    splits: Array
+    held: Array
+    once: Array
+    turn: Array
+    meeting: Array
 
-
-def _by_cost(
-    codes: Iterable[Code], target: Target, problem: LinearProblem
-) -> dict[float, tuple[Code, int]]:
-    """Code objects and their parameter ``blocks``, by what they take."""
-    (M, N, K), found = (problem.M, problem.N, problem.K), dict[float, tuple[Code, int]]()
-    memory, is_odd = weights_cycles(target, problem) + FITTED["launch"], has_odd_blocks(K)
-    for code in codes:
-        _, row_tiles, col_tiles, waves, splits = code
-        if splits > 1 and M > MOST_SHARED_ROWS:
-            continue
-        for way, blocks in _ways_of_many(M, row_tiles, col_tiles, splits):
-            work = work_at(target.cu_num, N, K, way)
-            turns, rounds = -(-work.steps // waves), _rounds(way, work, waves, 1, is_odd)
-            cost = memory + _asked(way, work, K) + rounds * _round(way, waves, turns, 1)
-            found[cost] = code, blocks
-    return found
-
-
-def least_cycles(target: Target, problem: LinearProblem) -> float:
-    """What any code object for more rows than BLOCK_M takes at least, were all compute units full
-    and equally busy."""
-    of_result = min(once + of_k * problem.K for once, of_k in _least_of_results())
-    of_all = of_result * problem.M * problem.N / target.cu_num
-    return (FITTED["launch"] + weights_cycles(target, problem) + of_all) * ROUNDED_OFF
+    def code(self, place: int) -> Code:
+        return Code(*(int(column[place, 0]) for column in self[:4]))
 
 
 @cache
-def _least_of_results() -> list[tuple[float, float]]:
-    """Cycles of a compute unit for each result, and for each k of it: of all tiles and waves for
-    more rows than BLOCK_M, those that are the least for some K."""
+def every_code(is_odd: bool) -> Codes:
+    """Those that a weight may have."""
     found = []
-    for rows, cols, waves in product(PARAMS[0].values, COL_TILES, WAVES):
-        if held := _held(rows, cols, 1, waves, 1, False):
-            way = Way(rows, 1, 1, 1, cols, SIDE * cols)
-            results = held * rows * cols * SIDE**2
+    for row_tiles, col_tiles, waves, splits in product(
+        _ROW_TILES, COL_TILES[:-1], _WAVES, (1, *SPLITS.values)
+    ):
+        shares = waves == _WAVES_THAT_SHARE and min(row_tiles, col_tiles) >= _FEWEST_SHARED_TILES
+        held = _held(row_tiles, col_tiles, 1, waves, 1, is_odd)
+        if held and (splits == 1 or shares):
+            way = Way(row_tiles, 1, splits, 1, col_tiles, SIDE * col_tiles)
             once = _round(way, waves, 0, 1)
-            steps = (_round(way, waves, 1, 1) - once) / (results * waves * TILE_K)
-            lines = FITTED["lines"] * row_kib(1) * (1 / rows + 1 / cols) / SIDE
-            found.append((once / results, steps + lines))
-    return [a for a in found if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in found)]
+            turn = _round(way, waves, 1, 1) - once
+            code = row_tiles, col_tiles, waves, splits
+            found.append((*code, held, once, turn, _meeting(splits)))
+    return Codes(*np.array(found, float).T[..., None])
 
 
-def _of_menu(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
-    """What is fastest of the menu."""
-    large, name = fastest_large(target, problem)
-    if large < least_cycles(target, problem):
-        return name, None
-    found = _by_cost(menu(target, problem.N, problem.K), target, problem)
-    least = min(found, default=inf)
-    if least >= large:
-        return name, None
-    code, blocks = found[least]
-    names = (param.name for param in SEARCHES[code.kernel].params)
-    values = (code.row_tiles, 1, code.waves, 1, blocks, code.splits)
-    return code.kernel, dict(zip(names, values, strict=False))
+class InBlocks(NamedTuple):
+    """Numbers of rows of x divided evenly among as few blocks as can be.
+
+    Attributes:
+        rows: of x.
+        blocks: of them.
+        block_rows: of the largest one.
+        has_tiles: whether that takes the tiles of x that a code object has.
+    """
+
+    rows: Array
+    blocks: Array
+    block_rows: Array
+    has_tiles: Array
 
 
-@lru_cache(maxsize=1024)
-def fastest_of(target: Target, M: int, N: int, K: int) -> tuple[str, Config | None]:
-    """The kernel that is, and its configuration unless it has large tiles."""
-    return (_searched if M <= BLOCK_M else _of_menu)(target, LinearProblem(M, N, K))
+def in_blocks(codes: Codes, rows: Array) -> InBlocks:
+    """With each code object."""
+    tiles = np.ceil(rows / SIDE)
+    blocks = np.ceil(tiles / codes.col_tiles)
+    needed = np.searchsorted(COL_TILES, np.ceil(tiles / blocks))
+    has_tiles = (np.array(COL_TILES)[needed] == codes.col_tiles) & (rows <= MAX_M)
+    return InBlocks(
+        rows,
+        blocks,
+        np.ceil(rows / blocks),
+        has_tiles & ((codes.splits == 1) | (rows <= MOST_SHARED_ROWS)),
+    )
 
 
-def _searched(
-    target: Target, problem: LinearProblem, most: float = inf
-) -> tuple[str, Config | None]:
-    """``mfma`` is the fastest unless another is by a twentieth; beyond BLOCK_M the fit has what
-    shares K that much too slow. No search goes beyond what would be taken in its place, or
-    beyond ``most`` cycles."""
-    M, launch, best, large = problem.M, FITTED["launch"], most, "persistent"
-    if M >= _FEWEST_LARGE_ROWS:
-        cycles, large = fastest_large(target, problem)
-        best = min(best, cycles)
-    worth = _WORTH_LEAVING if M <= BLOCK_M else 1.0
-    mfma = SEARCHES["mfma"].cheapest(target, problem, best / worth - launch)
-    if mfma is not None:
-        best = min(best, worth * (launch + mfma[0]))
-    if _FEWEST_SPLIT_ROWS <= M <= MOST_SHARED_ROWS:
-        split = SEARCHES["mfma_split"].cheapest(target, problem, best - launch)
-        if split is not None:
-            return "mfma_split", split[1]
-    return (large, None) if mfma is None else ("mfma", mfma[1])
+def code_cycles(target: Target, codes: Codes, x: InBlocks, N: int, K: int) -> Array:
+    """What each takes, with a column for each number of rows of x; infinitely long where it does
+    not fit. It is what ``_costs`` has, of all at once."""
+    cu_num, a_row = target.cu_num, row_kib(K)
+    of_tile = x.blocks * codes.splits
+    needed = np.ceil(np.ceil(N / (SIDE * codes.row_tiles)) * of_tile / cu_num)
+    tiles = np.minimum(np.floor(needed * cu_num / of_tile), N)
+    of_busiest = np.ceil(tiles * of_tile / cu_num)
+    cycles = np.ceil(N / tiles) * (1 + _FROM_MEMORY / x.blocks) + x.block_rows
+    cycles *= of_busiest * (FITTED["lines"] * a_row / codes.splits)
+    steps = np.ceil(K / (TILE_K * codes.splits))
+    cycles += np.maximum(of_busiest / codes.held, 1) * (
+        codes.once + codes.turn * np.ceil(steps / codes.waves)
+    )
+    cycles += codes.meeting + (FITTED["launch"] + FITTED["memory"] * N * a_row / cu_num)
+    cycles += x.rows * (FITTED["memory"] * a_row / cu_num)
+    has_k = (codes.waves <= steps) & ((codes.splits == 1) | (K > LEAST_SPLIT_K))
+    cycles[~(x.has_tiles & has_k)] = inf
+    return cycles
+
+
+def fastest_of_codes(
+    target: Target, codes: Iterable[Code], problem: LinearProblem
+) -> tuple[float, str, Config]:
+    """What the fastest of some takes, its kernel, and its configuration."""
+    (M, N, K), found = (problem.M, problem.N, problem.K), (inf, "mfma", dict[str, int]())
+    memory, is_odd = weights_cycles(target, problem) + FITTED["launch"], has_odd_blocks(K)
+    for row_tiles, col_tiles, waves, splits in codes:
+        kernel = "mfma" if splits == 1 else "mfma_split"
+        way = way_at(M, row_tiles, 1, -(-M // (SIDE * col_tiles)), splits)
+        most = MAX_M if splits == 1 else MOST_SHARED_ROWS
+        if way.col_tiles == col_tiles and most >= M:
+            work = work_at(target.cu_num, N, K, way)
+            rounds = _rounds(way, work, waves, 1, is_odd)
+            own = rounds * _round(way, waves, -(-work.steps // waves), 1)
+            if (cost := memory + _asked(way, work, K) + own) < found[0]:
+                values = (row_tiles, 1, waves, 1, way.blocks, splits)
+                names = (param.name for param in SEARCHES[kernel].params)
+                found = cost, kernel, dict(zip(names, values, strict=False))
+    return found

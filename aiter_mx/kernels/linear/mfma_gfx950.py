@@ -8,17 +8,18 @@ from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.gfx950 import PRELOADED, SIDE, refuse_static_lds
+from aiter_mx.kernels.linear.choice_gfx950 import configuring, yielding
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     LEAST_SPLIT_K,
     MOST_SHARED_ROWS,
     SEARCHES,
     cheapest,
-    fastest_of,
     tuned_for,
 )
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import (
     BLOCK_M,
     COL_TILES,
+    MAX_M,
     PARAMS,
     SPLITS,
     has_odd_blocks,
@@ -51,7 +52,6 @@ from aiter_mx.kernels.spec import (
 )
 from aiter_mx.target import Target
 
-MAX_M = 4096
 MOST_BLOCK_ROWS = SIDE * COL_TILES[-1]  # of x
 MAX_K = 1 << 25  # offsets within the rows of a workgroup, at most 128, are below 2^32
 _QUANTISING = 4.8  # vector instructions for 64 values
@@ -80,14 +80,10 @@ def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
 def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
     """What is chosen for so many rows serves fewer of them too."""
 
-    def configure(target: Target, problem: LinearProblem) -> Config:
-        fastest, config = _fastest(target, problem)
-        if fastest != kernel or config is None:
-            M = tuned_for(problem.M)
-            config = cheapest(kernel, target, M, problem.N, problem.K)
-        return dict(config)
+    def otherwise(target: Target, problem: LinearProblem) -> Config:
+        return cheapest(kernel, target, tuned_for(problem.M), problem.N, problem.K)
 
-    return configure
+    return configuring(kernel, otherwise)
 
 
 def _candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
@@ -109,18 +105,6 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
         most = f"M={problem.M} is above {BLOCK_M}, and K={problem.K} is not above {LEAST_SPLIT_K}"
         return f"{most}: too few steps of K to be split"
     return _refusal(target, problem)
-
-
-def _fastest(target: Target, problem: LinearProblem) -> tuple[str, Config | None]:
-    return fastest_of(target, tuned_for(problem.M), problem.N, problem.K)
-
-
-def _yielding(kernel: str) -> Callable[[Target, LinearProblem], str | None]:
-    def yields(target: Target, problem: LinearProblem) -> str | None:
-        fastest, _ = _fastest(target, problem)
-        return None if fastest == kernel else f"{fastest} is faster here by the model of time"
-
-    return yields
 
 
 def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -188,7 +172,7 @@ MFMA = declare(
     configure=_configuring("mfma"),
     candidates=_candidates("mfma"),
     composed=replace(QUANTISED_FIRST, parts=_parts),
-    yields=_yielding("mfma"),
+    yields=yielding("mfma"),
 )
 
 MFMA_SPLIT = declare(
@@ -205,5 +189,5 @@ MFMA_SPLIT = declare(
     candidates=_candidates("mfma_split"),
     composed=QUANTISED_FIRST,
     counters=_slot_words,
-    yields=_yielding("mfma_split"),
+    yields=yielding("mfma_split"),
 )

@@ -33,6 +33,7 @@ PARAMS = (
 
 SPLITS = Param("splits", (2, 3, 4), "workgroups that share K")
 
+MAX_M = 4096
 BLOCK_M = 64
 """Rows of x in a block, where there are too many for as many blocks as a configuration says."""
 COL_TILES = (1, 2, 3, 4, 6, 8)

@@ -1,17 +1,22 @@
-"""Which tile of gfx950's kernel with large tiles is fastest, and whether workgroups are to share K:
-by a fit to the model of time."""
+"""What gfx950's kernels with large tiles take: a fit to the model of time."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import config_of
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import row_kib
 from aiter_mx.kernels.linear.problem import LinearProblem
+from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
+Array = npt.NDArray[np.float64]
 Tile = tuple[int, int]
 """Its rows and features."""
 
@@ -24,7 +29,7 @@ class Persistent(NamedTuple):
         once_in_parts: likewise, where compute units divide all tiles.
         step: of 128 k, of a compute unit's first tile.
         further: of each further tile.
-        in_parts: of the last, where compute units divide it; 0 where they never do.
+        in_parts: of the last, where compute units divide it; as a further one where they never do.
     """
 
     once: float
@@ -35,15 +40,11 @@ class Persistent(NamedTuple):
 
 
 PERSISTENT = {
-    (128, 128): Persistent(13600, 13600, 1410, 1160, 0),
-    (160, 128): Persistent(15500, 15500, 1550, 1660, 0),
-    (160, 256): Persistent(17600, 17600, 2400, 2550, 0),
+    (128, 128): Persistent(13600, 13600, 1410, 1160, 1160),
+    (160, 128): Persistent(15500, 15500, 1550, 1660, 1660),
+    (160, 256): Persistent(17600, 17600, 2400, 2550, 2550),
     (256, 256): Persistent(19700, 17700, 3380, 3430, 2160),
 }
-"""Other tiles are left out, so that few code objects serve a weight."""
-_MANY_FEATURES = 5120
-"""From so many on a weight takes tiles of 160x256, and below 160x128: each would gain about one per
-cent beside the other, for a code object."""
 _OF_ROW = 1.8  # cycles of a step that a tile takes less for each row that it has not
 _OF_WEIGHTS = 118  # cycles of a KiB of w and a compute unit, beside those steps
 
@@ -70,151 +71,203 @@ SPLIT = {
     (128, 128): Split(14300, 28, 1490, 2.9, 106),
     (160, 256): Split(16100, 114, 2290, 1.1, 128),
 }
-_DEEP = 5120
-"""K from which on weights of many features share that of large tiles too: below it each gains less,
-for a code object."""
 _WORTH_SHARING = 0.95
 """Of what another kernel takes: nearer to it, the draws of the model's constants do not agree."""
 LEAST_SPLIT_K = 3 * 128 + BLOCK
 """Each of two workgroups has two steps of 128 k at least."""
-
 
 LAST = ((160, 128), (160, 256), (256, 256))
 """Tiles of which workgroups may share the last row's: with those of 128x128, two to a compute
 unit, all take longer."""
 MOST_SPLITS = 32
 """Workgroups that share the K of a tile of the last row."""
-_SOME_FEATURES, _FEWEST_FEATURES, _K_OF_FEW = 2560, 1536, range(2560, 5120)
-"""From so many features on it is worth its code object, and from fewer at some K: few features fill
-a round at thousands of rows only, and deep ones have code objects more for few rows."""
-_LEAST_K_OF_SMALL = 6400
-"""From so much K on tiles of 160 rows are worth one too: below it the fastest at dozens of rows."""
 _WORTH_SHARING_LAST = {160: 0.87, 256: 0.92}
 """Likewise, by rows of a tile: with smaller ones it gains less than the fit says."""
 _OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
 _OF_SUMS = 105  # of a KiB of a part's sums
 
 
-def persistent_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
-    """What the kernel with large tiles takes with each, when rows are divided evenly among them."""
-    left_out = _left_out(problem.N)
-    return {
-        tile: _whole_cycles(target, problem, tile, problem.M)
-        for tile in PERSISTENT
-        if tile != left_out
-    }
+class Large(NamedTuple):
+    """A code object."""
+
+    kernel: str
+    tile: Tile
 
 
-def _left_out(N: int) -> Tile:
-    return 160, 128 if N >= _MANY_FEATURES else 256
+LARGE = (
+    *(Large("persistent", tile) for tile in PERSISTENT),
+    *(Large("persistent_split", tile) for tile in SPLIT),
+    *(Large("persistent_last", tile) for tile in LAST),
+)
+SMALLEST = Large("persistent", (128, 128))
 
 
-def _whole_cycles(target: Target, problem: LinearProblem, tile: Tile, M: int) -> float:
-    """Of so many rows with a tile."""
-    N, cu_num, chunks, fitted = problem.N, target.cu_num, -(-problem.K // 128), PERSISTENT[tile]
-    memory = (_OF_WEIGHTS * N * row_kib(problem.K) / cu_num) ** 4
-    down = -(-M // tile[0])
-    whole, left = divmod(down * -(-N // tile[1]), cu_num)
-    rounds = whole + (left > 0)
-    once, step = fitted.once, fitted.step + (rounds - 1) * fitted.further
-    if fitted.in_parts and 0 < 2 * left <= cu_num:
-        step += fitted.in_parts - fitted.further
-        once = once if whole else fitted.once_in_parts
-    step -= rounds * _OF_ROW * (tile[0] - M / max(down, 1))
-    return once + float(((step * chunks) ** 4 + memory) ** 0.25)
+def worth_of(large: Large) -> float:
+    """What it may take of the time of others that are taken in its place."""
+    if large.kernel == "persistent_last":
+        return _WORTH_SHARING_LAST[large.tile[0]]
+    return _WORTH_SHARING if large.kernel == "persistent_split" else 1.0
 
 
-def split_cycles(target: Target, problem: LinearProblem) -> dict[Tile, float]:
-    """What it takes where two workgroups share a tile: with those of which there are so few that
-    each workgroup has a compute unit of its own."""
-    M, N, K, found = problem.M, problem.N, problem.K, dict[Tile, float]()
+WORTH = np.array([[worth_of(large)] for large in LARGE])
+
+
+class InRows(NamedTuple):
+    """How so many rows of x are divided evenly among tiles: numbers, or a row of an array for each
+    tile.
+
+    Attributes:
+        down: rows of tiles.
+        lacking: rows that a tile has not.
+    """
+
+    down: Any
+    lacking: Any
+
+
+def _in_rows(M: Any, tile_m: Any) -> InRows:
+    down = -(-M // tile_m)
+    return InRows(down, tile_m - M / down)
+
+
+class Rows(NamedTuple):
+    """Numbers of rows of x, in tiles.
+
+    Attributes:
+        whole: in those of ``persistent``, then all but the last row in those of ``LAST``.
+        split: in those of ``persistent_split``.
+        last: rows of x in the last row of tiles, of ``LAST``; infinitely many where there is no
+            other row, as two that share K are the alternative.
+    """
+
+    whole: InRows
+    split: InRows
+    last: Array
+
+
+def in_rows(rows: Array) -> Rows:
+    """Numbers of rows of x in all tiles."""
+    whole, split, last = (_columns(tiles)[0] for tiles in (PERSISTENT, SPLIT, LAST))
+    left = (rows - 1) % last + 1
+    below = rows - left
+    every = [_in_rows(rows, whole), _in_rows(np.maximum(below, 1), last)]
+    return Rows(
+        InRows(*map(np.concatenate, zip(*every, strict=True))),
+        _in_rows(rows, split),
+        np.where(below > 0, left, inf),
+    )
+
+
+def _columns(of: Iterable[tuple[float, ...]]) -> tuple[Any, ...]:
+    """Of an array with a row for each."""
+    return tuple(np.array([*of], float).T[..., None])
+
+
+_WHOLE_TILES = (*PERSISTENT, *LAST)
+_WHOLE = Persistent(*_columns(PERSISTENT[tile] for tile in _WHOLE_TILES))
+_WHOLE_N, _SPLIT_N, _LAST_N = (_columns(of)[1] for of in (_WHOLE_TILES, SPLIT, LAST))
+_SPLIT = Split(*_columns(SPLIT.values()))
+(_LAST_STEP,) = _columns((PERSISTENT[tile].step,) for tile in LAST)
+
+
+def _whole_cycles(target: Target, rows: InRows, tile_n: Any, of: Persistent, N: int, K: int) -> Any:
+    rounds_of_tiles = rows.down * -(-N // tile_n) / target.cu_num
+    rounds = np.ceil(rounds_of_tiles)
+    has_parts = rounds - rounds_of_tiles >= 0.5
+    step = of.step + (rounds - 1) * of.further - has_parts * (of.further - of.in_parts)
+    step -= rounds * rows.lacking * _OF_ROW
+    once = of.once - (has_parts & (rounds == 1)) * (of.once - of.once_in_parts)
+    return once + _together(step * -(-K // 128), _OF_WEIGHTS * N * row_kib(K) / target.cu_num)
+
+
+def _split_cycles(target: Target, rows: InRows, tile_n: Any, of: Split, N: int, K: int) -> Any:
+    """Where each of two workgroups has a compute unit of its own."""
     if K < LEAST_SPLIT_K:
-        return found
-    steps = (-(-K // 128) + 1) // 2
-    weights = N * row_kib(K) / target.cu_num
-    for tile, (once, of_tile, step, of_row, of_weights) in SPLIT.items():
-        down = -(-M // tile[0])
-        tiles = down * -(-N // tile[1])
-        is_worth_it = tile[1] == 128 or (N >= _MANY_FEATURES and K >= _DEEP)
-        if is_worth_it and 0 < 2 * tiles <= target.cu_num:
-            of_steps = steps * (step - of_row * (tile[0] - M / down))
-            both = float((of_steps**4 + (of_weights * weights) ** 4) ** 0.25)
-            found[tile] = once + of_tile * tiles + both
-    return found
+        return np.full(np.shape(rows.down), inf)
+    tiles, steps = rows.down * -(-N // tile_n), (-(-K // 128) + 1) // 2
+    of_steps = steps * (of.step - of.of_row * rows.lacking)
+    both = _together(of_steps, of.of_weights * (N * row_kib(K) / target.cu_num))
+    return np.where(2 * tiles <= target.cu_num, of.once + of.of_tile * tiles + both, inf)
 
 
-def may_share_last(tile: Tile, problem: LinearProblem) -> bool:
-    """Scales that are copied one by one, at odd numbers of a row's, leave the largest tile no
+def _together(steps: Any, weights: Any) -> Any:
+    """Of what goes on at the same time."""
+    steps, weights = steps * steps, weights * weights
+    return np.sqrt(np.sqrt(steps * steps + weights * weights))
+
+
+def last_splits(target: Target, tile: Tile, N: int, K: int) -> int:
+    """Workgroups that share a tile of the last row: no more than make parts as short; 0 where none
+    may. Scales that are copied one by one, at odd numbers of a row's, leave the largest tile no
     registers for it."""
-    return tile in LAST and (tile != (256, 256) or problem.K // BLOCK % 2 == 0)
+    chunks = -(-K // 128)
+    most = min(MOST_SPLITS, target.cu_num // -(-N // tile[1]), chunks // 2)
+    if most < 2 or not may_share_last(tile, K):
+        return 0
+    return -(-chunks // -(-chunks // most))
 
 
-def last_cycles(target: Target, problem: LinearProblem) -> dict[tuple[int, int, int], float]:
-    """What it takes where workgroups share the K of the last row's tiles: each tile, and the number
-    of those that share, with which it is the fastest of that tile."""
-    found, chunks = dict[tuple[int, int, int], float](), -(-problem.K // 128)
-    for tile in LAST:
-        (down, rows), columns = divmod(problem.M - 1, tile[0]), -(-problem.N // tile[1])
-        most = min(MOST_SPLITS, target.cu_num // columns, chunks // 2)
-        if most < 2 or not may_share_last(tile, problem):
-            continue
-        steps = -(-chunks // most)
-        splits = -(-chunks // steps)  # no more than make parts as short
-        sums = (rows + 1) * tile[1] / 256
-        of_parts = steps * PERSISTENT[tile].step + _OF_SUMS * sums
-        # Where there is no other row of tiles, two that share K are the alternative.
-        whole = _whole_cycles(target, problem, tile, down * tile[0]) if down else inf
-        found[tile[0], tile[1], splits] = whole + _OF_LAST + of_parts
-    return {last: found[last] for last in found if _has_last(last[:2], problem)} or found
+def may_share_last(tile: Tile, K: int) -> bool:
+    return tile in LAST and (tile != (256, 256) or K // BLOCK % 2 == 0)
 
 
-def _has_last(tile: Tile, problem: LinearProblem) -> bool:
-    """Whether a weight has a code object for it."""
-    N, K = problem.N, problem.K
-    if tile == _left_out(N) or (tile[0] == 160 and K < _LEAST_K_OF_SMALL):
-        return False
-    return N >= _SOME_FEATURES or (N >= _FEWEST_FEATURES and K in _K_OF_FEW)
+def _last_cycles(whole: Any, left: Any, tile_n: Any, step: Any, K: int, splits: Any) -> Any:
+    """With other rows of tiles, which take ``whole``, and so many of x in the last one."""
+    steps = np.ceil(-(-K // 128) / splits)
+    return whole + _OF_LAST + steps * step + left * tile_n * (_OF_SUMS / 256)
 
 
-def persistent_tile(target: Target, problem: LinearProblem) -> Tile:
-    """The fastest of its tiles."""
-    cycles = persistent_cycles(target, problem)
-    return min(cycles, key=lambda tile: cycles[tile])
+def large_cycles(target: Target, rows: Rows, N: int, K: int) -> Array:
+    """What each of ``LARGE`` takes, with a column for each number of rows of x; infinitely long
+    where it is not to be taken."""
+    if N % BLOCK:
+        return np.full((len(LARGE), rows.last.shape[1]), inf)
+    each = _whole_cycles(target, rows.whole, _WHOLE_N, _WHOLE, N, K)
+    whole, others = each[: len(PERSISTENT)], each[len(PERSISTENT) :]
+    split = _split_cycles(target, rows.split, _SPLIT_N, _SPLIT, N, K)
+    splits = np.array([[last_splits(target, tile, N, K)] for tile in LAST])
+    last = _last_cycles(others, rows.last, _LAST_N, _LAST_STEP, K, np.maximum(splits, 1))
+    return np.concatenate((whole, split, np.where(splits, last, inf)))
 
 
-def split_tile(target: Target, problem: LinearProblem) -> Tile:
-    """The fastest whose workgroups share K, or the smallest."""
-    cycles = split_cycles(target, problem)
-    return min(cycles, key=lambda tile: cycles[tile], default=min(SPLIT))
-
-
-def least_large(target: Target, problem: LinearProblem) -> float:
-    """What they take but where a last row is shared, with no more to gain where workgroups share
-    K."""
-    if problem.N % BLOCK:
+def cycles_of(target: Target, large: Large, problem: LinearProblem) -> float:
+    """What one of them takes."""
+    (tile_m, tile_n), M, N, K = large.tile, problem.M, problem.N, problem.K
+    if N % BLOCK:
         return inf
-    found = (persistent_cycles(target, problem), split_cycles(target, problem))
-    return min(cycles for each in found for cycles in each.values())
+    if large.kernel == "persistent_split":
+        rows = _in_rows(M, tile_m)
+        return float(_split_cycles(target, rows, tile_n, SPLIT[large.tile], N, K))
+    of = PERSISTENT[large.tile]
+    if large.kernel == "persistent":
+        return float(_whole_cycles(target, _in_rows(M, tile_m), tile_n, of, N, K))
+    left, splits = (M - 1) % tile_m + 1, last_splits(target, large.tile, N, K)
+    if left == M or not splits:
+        return inf
+    whole = _whole_cycles(target, _in_rows(M - left, tile_m), tile_n, of, N, K)
+    return float(_last_cycles(whole, left, tile_n, of.step, K, splits))
 
 
-@lru_cache(maxsize=1024)
-def fastest_large(target: Target, problem: LinearProblem) -> tuple[float, str]:
-    """The fastest of ``persistent``, ``persistent_split`` and ``persistent_last``, and the cycles
-    that others would have to stay below."""
-    if problem.N % BLOCK:
-        return inf, "persistent"
-    whole = min(persistent_cycles(target, problem).values())
-    split = min(split_cycles(target, problem).values(), default=inf)
-    last = min(
-        (
-            cycles / _WORTH_SHARING_LAST[rows]
-            for (rows, features, _), cycles in last_cycles(target, problem).items()
-            if _has_last((rows, features), problem)
-        ),
-        default=inf,
-    )
-    return min(
-        (whole, "persistent"),
-        (split / _WORTH_SHARING, "persistent_split"),
-        (last, "persistent_last"),
-    )
+def config_of_large(target: Target, large: Large, N: int, K: int) -> Config:
+    """Its configuration."""
+    tile_m, tile_n = large.tile
+    if large.kernel == "persistent":
+        return config_of(tile_m, tile_n)
+    splits = 2 if large.kernel == "persistent_split" else last_splits(target, large.tile, N, K)
+    return {"tile_m": tile_m, "tile_n": tile_n, "splits": splits}
+
+
+def fastest_large(
+    target: Target, larges: Iterable[Large], problem: LinearProblem
+) -> tuple[float, Large]:
+    """The fastest of some, and the cycles that others would have to stay below."""
+    return min((cycles_of(target, large, problem) / worth_of(large), large) for large in larges)
+
+
+def fastest_first(kernel: str, target: Target, problem: LinearProblem) -> list[Config]:
+    """The configurations of one of these kernels, of ``persistent_last`` those that may share."""
+    N, K, own = problem.N, problem.K, [large for large in LARGE if large.kernel == kernel]
+    if kernel == "persistent_last":
+        own = [large for large in own if last_splits(target, large.tile, N, K)]
+    ordered = sorted((cycles_of(target, large, problem), large) for large in own)
+    return [config_of_large(target, large, N, K) for _, large in ordered]

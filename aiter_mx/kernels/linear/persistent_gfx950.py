@@ -4,22 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
 from aiter_mx.kernels.grouped_gemm import persistent_gfx950 as grouped
+from aiter_mx.kernels.linear.choice_gfx950 import configuring, yielding
 from aiter_mx.kernels.linear.grouped import as_linear, one_group
-from aiter_mx.kernels.linear.mfma_choice_gfx950 import fastest_of, tuned_for
 from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
     LAST,
     LEAST_SPLIT_K,
     MOST_SPLITS,
     SPLIT,
-    last_cycles,
+    fastest_first,
     may_share_last,
-    persistent_tile,
-    split_tile,
 )
 from aiter_mx.kernels.linear.problem import LinearProblem
 from aiter_mx.kernels.spec import (
@@ -48,9 +46,8 @@ _SPLIT_PARAMS = (
 )
 
 
-def _configure(target: Target, problem: LinearProblem) -> Config:
-    """A w has a code object for each tile, so that there are few."""
-    return grouped.config_of(*persistent_tile(target, problem))
+def _configuring(kernel: str) -> Callable[[Target, LinearProblem], Config]:
+    return configuring(kernel, lambda *of: fastest_first(kernel, *of)[0])
 
 
 def _candidates(target: Target, problem: LinearProblem) -> list[Config]:
@@ -82,22 +79,13 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
     return _LINEAR.refusal(target, problem)
 
 
-def _split_configure(target: Target, problem: LinearProblem) -> Config:
-    tile_m, tile_n = split_tile(target, problem)
-    return {"tile_m": tile_m, "tile_n": tile_n, "splits": 2}
+def _sharing_candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
+    def candidates(target: Target, problem: LinearProblem) -> list[Config]:
+        found = fastest_first(kernel, target, problem)
+        configured = _configuring(kernel)(target, problem) if found else {}
+        return sorted(found, key=lambda config: config != configured)
 
-
-def _split_candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    first = _split_configure(target, problem)
-    every = [{"tile_m": m, "tile_n": n, "splits": 2} for m, n in SPLIT]
-    return [first, *(config for config in every if config != first)]
-
-
-def _split_yields(target: Target, problem: LinearProblem) -> str | None:
-    fastest, _ = fastest_of(target, tuned_for(problem.M), problem.N, problem.K)
-    if fastest == "persistent_split":
-        return None
-    return f"{fastest} is faster here by the model of time"
+    return candidates
 
 
 def _split_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -126,31 +114,9 @@ def _sum_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
 
 
 def _last_refusal(target: Target, problem: LinearProblem) -> str | None:
-    if not last_cycles(target, problem):
+    if not fastest_first("persistent_last", target, problem):
         return f"no row of tiles of M={problem.M}, N={problem.N}, K={problem.K} is to be shared"
     return _LINEAR.refusal(target, problem)
-
-
-def _last_configure(target: Target, problem: LinearProblem) -> Config:
-    cycles = last_cycles(target, problem)
-    tile_m, tile_n, splits = min(cycles, key=lambda last: cycles[last])
-    return {"tile_m": tile_m, "tile_n": tile_n, "splits": splits}
-
-
-def _last_candidates(target: Target, problem: LinearProblem) -> list[Config]:
-    cycles = last_cycles(target, problem)
-    names = [param.name for param in _LAST_PARAMS]
-    return [
-        dict(zip(names, last, strict=True))
-        for last in sorted(cycles, key=lambda last: cycles[last])
-    ]
-
-
-def _last_yields(target: Target, problem: LinearProblem) -> str | None:
-    fastest, _ = fastest_of(target, tuned_for(problem.M), problem.N, problem.K)
-    if fastest == "persistent_last":
-        return None
-    return f"{fastest} is faster here by the model of time"
 
 
 def _last_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -163,7 +129,7 @@ def _last_workgroups(target: Target, problem: LinearProblem, config: Config) -> 
     places = target.cu_num * grouped.resident(one_group(problem), whole)
     parts = _columns(problem, config) * splits
     for is_wrong, why in (
-        (not may_share_last((tile_m, config["tile_n"]), problem), "there are no such tiles"),
+        (not may_share_last((tile_m, config["tile_n"]), problem.K), "there are no such tiles"),
         (parts > places, f"{parts} parts, and workgroups have {places} places"),
         (2 * splits > -(-problem.K // _DEPTH), "too few steps of K to be shared"),
     ):
@@ -209,7 +175,7 @@ _MEETING = _meeting(_MODULE)
 
 PERSISTENT = replace(
     _LINEAR,
-    configure=_configure,
+    configure=_configuring("persistent"),
     candidates=_candidates,
     modules=(replace(_MODULE, defines=_defines),),
 )
@@ -219,8 +185,8 @@ PERSISTENT_SPLIT = replace(
     name="persistent_split",
     params=_SPLIT_PARAMS,
     refusal=_split_refusal,
-    configure=_split_configure,
-    candidates=_split_candidates,
+    configure=_configuring("persistent_split"),
+    candidates=_sharing_candidates("persistent_split"),
     modules=(
         replace(
             _MEETING,
@@ -232,7 +198,7 @@ PERSISTENT_SPLIT = replace(
     ),
     workspace_bytes=_sum_bytes,
     counters=lambda target, problem, config: _tiles(problem, config) * _WAVES * 2,
-    yields=_split_yields,
+    yields=yielding("persistent_split"),
 )
 
 PERSISTENT_LAST = replace(
@@ -240,8 +206,8 @@ PERSISTENT_LAST = replace(
     name="persistent_last",
     params=_LAST_PARAMS,
     refusal=_last_refusal,
-    configure=_last_configure,
-    candidates=_last_candidates,
+    configure=_configuring("persistent_last"),
+    candidates=_sharing_candidates("persistent_last"),
     modules=(
         replace(
             _MEETING,
@@ -253,5 +219,5 @@ PERSISTENT_LAST = replace(
     ),
     workspace_bytes=_last_bytes,
     counters=lambda target, problem, config: _columns(problem, config) * _WAVES,
-    yields=_last_yields,
+    yields=yielding("persistent_last"),
 )
