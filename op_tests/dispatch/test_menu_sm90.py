@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.linear import LinearProblem, wgmma_bf16_sm90, wgmma_fp8_tiled_sm90
+from aiter_mx.kernels.linear import LinearProblem, wgmma_fp8_tiled_sm90
 from aiter_mx.kernels.linear.choice_sm90 import Code, _fewest, best, menu
-from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16
 from aiter_mx.kernels.linear.problem import Sizes
+from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import costs_of_codes
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
 
@@ -65,16 +65,15 @@ def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:
 @pytest.mark.parametrize(("N", "K"), WEIGHTS)
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_arrays_say_is_what_numbers_say(N: int, K: int, exact: bool) -> None:
-    rows = np.array([96, 129, 257, 1025, 2048, 2049, 4096])
-    of_bf16, costs = wgmma_bf16_sm90.costs_of_codes(TARGET, rows, N, K)
+    rows = (96, 129, 257, 1025, 2048, 2049, 4096)
+    of_bf16, costs = costs_of_codes(TARGET, rows, N, K)
     codes = [Code(None, code) for code in of_bf16]
-    costs += START_OF_BF16
     if not exact:
-        of_fp8 = wgmma_fp8_tiled_sm90.own_codes(TARGET, N, K)
-        codes += [Code(of_fp8.code(at), None) for at in range(len(of_fp8.values))]
-        costs = np.concatenate((costs, of_fp8.costs(rows)))
+        of_fp8, costs_of_fp8 = wgmma_fp8_tiled_sm90.costs_of_codes(TARGET, rows, N, K)
+        codes += [Code(of_fp8.code(at), None) for at in range(len(costs_of_fp8))]
+        costs = np.concatenate((costs, costs_of_fp8))
     for code, of_code in zip(codes, costs.tolist(), strict=True):
-        numbers = [code.cost(TARGET, Sizes(M, N, K))[0] for M in rows.tolist()]
+        numbers = [code.cost(TARGET, Sizes(M, N, K))[0] for M in rows]
         assert numbers == pytest.approx(of_code, rel=1e-12)
 
 

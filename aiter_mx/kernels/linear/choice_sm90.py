@@ -13,7 +13,6 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as bf16
 from aiter_mx.kernels.linear import wgmma_bf16_swapped_sm90 as swapped
@@ -22,19 +21,16 @@ from aiter_mx.kernels.linear import wgmma_fp8_tiled_sm90 as tiled
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
 from aiter_mx.kernels.linear.many_rows_sm90 import persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
+from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import LARGE, Array, costs_of_codes
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PARAMS as BF16_PARAMS
 from aiter_mx.kernels.sm90 import GROUP_ROWS
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import Target
 
-Array = npt.NDArray[np.float64]
 _SERVED_BY_FP8 = 1  # of the numbers of rows below, unless sums have to be exact
-_ROWS = np.array(
-    [
-        *(96, 128, 129, 144, 160, 176, 192, 193, 224, 256, 257, 288, 320, 384, 448, 512, 513, 576),
-        *(704, 768, 896, 1024, 1025, 1152, 1280, 1408, 1536, 1537, 1792, 2048, 2049, 2560, 3072),
-        *(3073, 4096),
-    ]
+_ROWS: tuple[int, ...] = (
+    *(96, 128, 129, 144, 160, 176, 192, 193, 224, 256, 257, 288, 320, 384, 448, 512, 513, 576, 704),
+    *(768, 896, 1024, 1025, 1152, 1280, 1408, 1536, 1537, 1792, 2048, 2049, 2560, 3072, 3073, 4096),
 )
 """Numbers of rows that have a say in a menu, about as many between each and twice as many."""
 _SAYS = 1.0 + np.isin(_ROWS, (256, 384, 512, 768, 1024, 2048))
@@ -74,20 +70,16 @@ def menu(target: Target, N: int, K: int, exact: bool) -> tuple[Code, ...]:
     """The code objects of a weight; of wgmma_bf16 alone where sums have to be exact."""
     served = slice(0 if exact else _SERVED_BY_FP8, None)
     rows, says = _ROWS[served], _SAYS[served]
-    of_bf16, costs = bf16.costs_of_codes(target, rows, N, K)
-    costs += START_OF_BF16
+    of_bf16, costs = costs_of_codes(target, rows, N, K)
     if not exact:
-        of_fp8 = tiled.own_codes(target, N, K)
-        costs = np.concatenate((costs, of_fp8.costs(rows)))
-    costs /= np.minimum.reduce(costs)
-    near = np.logical_or.reduce(costs < _NEAR_BEST, axis=1)
-    near[bf16.LARGE] = True
+        of_fp8, costs_of_fp8 = tiled.costs_of_codes(target, rows, N, K)
+        costs = np.concatenate((costs, costs_of_fp8))
+    best = np.minimum.reduce(costs)
+    near = np.logical_or.reduce(costs < _NEAR_BEST * best, axis=1)
+    near[LARGE] = True
     (weighed,) = near.nonzero()
-    lost = costs[weighed]
-    lost *= lost
-    lost *= lost
-    lost *= says
-    first = int(weighed.searchsorted(bf16.LARGE))
+    lost = np.square(np.square(costs[weighed] / best)) * says
+    first = int(weighed.searchsorted(LARGE))
     return tuple(
         Code(None, of_bf16[at]) if at < len(of_bf16) else Code(of_fp8.code(at - len(of_bf16)), None)
         for at in weighed[_fewest(lost, says.sum(), first)].tolist()
@@ -97,22 +89,16 @@ def menu(target: Target, N: int, K: int, exact: bool) -> tuple[Code, ...]:
 def _fewest(lost: Array, says: float, first: int) -> list[int]:
     """Those that lose the least together, after the first one after the other, while each gains its
     worth."""
-    chosen, left = [first], lost[first]
-    had = left.sum()
+    chosen, had = [first], lost[first].sum()
     while len(chosen) < _MOST_CODES:
-        at, least = _next(lost, left)
-        if had - least <= _WORTH_A_CODE * says * (len(chosen) + 1):
+        lost = np.minimum(lost, lost[chosen[-1]])  # beside those that are chosen
+        sums = np.add.reduce(lost, axis=1)
+        at = int(sums.argmin())
+        if had - sums[at] <= _WORTH_A_CODE * says * (len(chosen) + 1):
             break
         chosen.append(at)
-        left, had = np.minimum(left, lost[at]), least
+        had = sums[at]
     return chosen
-
-
-def _next(lost: Array, left: Array) -> tuple[int, float]:
-    """What loses the least beside others, and how much is lost then."""
-    sums = np.add.reduce(np.minimum(lost, left), axis=1)
-    at = int(sums.argmin())
-    return at, float(sums[at])
 
 
 def _fp8_cycles(target: Target, M: int, N: int, K: int) -> float:

@@ -6,9 +6,7 @@ Their CTAs stay and take tiles in turns, two of a cluster side by side along the
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from aiter_mx.kernels.linear.fitted_sm90 import PERSISTENT_MANY, ManyRows
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
@@ -37,34 +35,25 @@ class Work(NamedTuple):
 
 
 def work_of(chunks: int, tiles: int, pairs: int) -> Work:
-    """Where each has as many whole tiles as all have, and its even share of the chunks of the
-    others. Of numbers or arrays of them."""
-    rounds, left = divmod(tiles, pairs)
-    shared = lesser(left, 1)
-    rounds = rounds - lesser(rounds, shared)
-    part, more = divmod((tiles - rounds * pairs) * chunks, pairs)
-    times, rest = divmod(chunks, lesser(part, chunks) + 1 - shared)  # 0 where nothing is shared
-    whole = shared * ((more == 0) & (rest == 0) & (part < chunks))
-    return Work(
-        rounds * chunks + part + lesser(more, 1),
-        rounds + 2 * shared - whole + (part > chunks),
-        2 * shared - whole,
-        shared * times - whole,
-    )
+    """Where each has an even share of all chunks, in as many whole tiles as all have and parts of
+    the others."""
+    whole, left = divmod(tiles, pairs)
+    if not left:
+        return Work(whole * chunks, whole, 0, 0)
+    share, more = divmod(tiles * chunks, pairs)
+    most = share + (more > 0)
+    if whole:
+        return Work(most, whole + 1 + (share > whole * chunks), 2, 1)
+    times, rest = divmod(chunks, share)
+    even = more == rest == 0  # then each share is of one tile
+    return Work(most, 2 - even, 2 - even, times - even)
 
 
 def pairs_that_suit(target: Target, chunks: int, tiles: int) -> tuple[int, int]:
-    """All, and as many as have equally many tiles each, or parts of one, which may be as many. Of
-    numbers or arrays of them."""
-    most = target.cu_num // PAIR
-    rounds = -(-tiles // most)
-    even = tiles // rounds * (1 + (most - lesser(tiles, most)) // tiles)
-    return lesser(tiles * chunks, most), lesser(even, tiles * chunks)
-
-
-def lesser(a: Any, b: Any) -> Any:
-    """Of two numbers, or of each two of arrays."""
-    return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
+    """All, and as many as have equally many tiles each, or parts of one, which may be as many."""
+    most, every = target.cu_num // PAIR, tiles * chunks
+    even = tiles * (most // tiles) if tiles < most else tiles // -(-tiles // most)
+    return min(every, most), min(every, even)
 
 
 def cycles_of_pairs(

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import w_map
@@ -19,8 +16,8 @@ from aiter_mx.kernels.linear.fitted_sm90 import (
     WgmmaBf16,
 )
 from aiter_mx.kernels.linear.many_rows_sm90 import (
+    Work,
     cycles_of_pairs,
-    lesser,
     pairs_that_suit,
     work_of,
 )
@@ -68,17 +65,13 @@ from aiter_mx.target import Target
 MIN_M = 17
 _MIN_TIMED_M = 33
 _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
-_MANY = 256  # tokens of a tile beyond MOST_OWN_M rows, and of one in every menu
-_OWN_SPLITS = (1, 2)  # of a menu: more are seldom faster
+MANY = 256  # tokens of a tile beyond MOST_OWN_M rows, and of one in every menu
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # of a menu: beyond, models of it and persistent are asked
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
-_MILLION = 1e6
-_MOST_CROWDED = 15.0  # millions of values of x: the model has no more
-
-
-Array = npt.NDArray[np.float64]
+MILLION = 1e6
+MOST_CROWDED = 15.0  # millions of values of x: the model has no more
 
 _layout = where_it_fits(layout)
 
@@ -96,9 +89,17 @@ def _refusal(target: Target, problem: LinearProblem | Sizes) -> str | None:
 
 
 class Tile(NamedTuple):
-    """A tile of a CTA, and what the model takes for 64 k of it, to compute and to copy w and x;
-    itself; and its sums' bytes; and the numbers that say so. Or many, in columns of arrays: then
-    what the model takes has a row for each, and a column for each number of rows of x."""
+    """A tile of a CTA, and what the model takes.
+
+    Attributes:
+        tile_m, tile_n: tokens and features.
+        pairs: whether it is of CTAs of which two share x.
+        computed: cycles to compute 64 k of it, to the power ``together``.
+        of_w, of_x: to copy w and x of them.
+        itself: what it takes beside its k.
+        sums: bytes of its sums.
+        fitted: the numbers that say so.
+    """
 
     tile_m: int
     tile_n: int
@@ -112,9 +113,13 @@ class Tile(NamedTuple):
 
     def unit(self, sizes: LinearProblem | Sizes) -> float:
         """Of 64 k, where all x is so large that some of the L2 is too far away."""
-        of, millions = self.fitted, lesser(sizes.M * sizes.K / _MILLION, _MOST_CROWDED)
+        return self.unit_at(min(sizes.M * sizes.K / MILLION, MOST_CROWDED))
+
+    def unit_at(self, millions: float) -> float:
+        """Likewise, of so many values of x."""
+        of = self.fitted
         copied = self.of_w + self.of_x * (1 + of.crowded * (millions / 10) ** 2)
-        cycles: float = (self.computed**of.together + copied**of.together) ** (1 / of.together)
+        cycles: float = (self.computed + copied**of.together) ** (1 / of.together)
         return cycles
 
 
@@ -128,6 +133,11 @@ def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
     )
 
 
+def every_tile() -> tuple[Tile, ...]:
+    """Those that are weighed."""
+    return _tiles_of(FITTED, FITTED_PAIRS)
+
+
 def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     groups = tile_n // GROUP_ROWS
     if groups == 1:
@@ -139,12 +149,13 @@ def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     )
     sums = tile_m * tile_n * 4
     itself = of.tile + sums / of.stored
-    return Tile(tile_m, tile_n, pairs, computed, of_w, of_x, itself, sums, of)
+    power = computed**of.together
+    return Tile(tile_m, tile_n, pairs, power, of_w, of_x, itself, sums, of)
 
 
 def expanding(rows: int, K: int) -> float:
     """Cycles of the launch ahead for an operand of so many rows."""
-    return rows * K / _MILLION * FITTED.expanded
+    return rows * K / MILLION * FITTED.expanded
 
 
 def costs_of(
@@ -163,88 +174,27 @@ def costs_of(
 
 
 def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
-    for tile in _tiles_of(FITTED, FITTED_PAIRS):
+    for tile in every_tile():
         for split in PARAMS[2].values[:1] if tile.pairs else PARAMS[2].values:
             yield from costs_of(target, problem, tile, split)
-
-
-class Codes(NamedTuple):
-    """What menus are made of: tiles, with parts of K, each a code object.
-
-    Attributes:
-        each: of them, those of pairs first.
-        pairs: tiles of pairs, in columns.
-        alone: other tiles, which come with each number of parts of K.
-        split: these numbers.
-        side_by_side: how many clusters of so many CTAs are.
-    """
-
-    each: tuple[tuple[Tile, int], ...]
-    pairs: Tile
-    alone: Tile
-    split: Any
-    side_by_side: Any
-
-
-def _columns(tiles: list[Tile]) -> Tile:
-    columns: Any = [np.array(values)[:, None] for values in zip(*tiles, strict=True)]
-    return Tile(*columns)._replace(pairs=tiles[0].pairs, fitted=tiles[0].fitted)
-
-
-_OWN_PAIRS = [  # narrower ones are seldom faster
-    tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if tile.pairs and tile.tile_n == MOST_PAIRED
-]
-LARGE = [tile.tile_m for tile in _OWN_PAIRS].index(_MANY)
-"""Which of the codes of menus has the tile for more than MOST_OWN_M rows."""
-
-
-@cache
-def _own_codes(target: Target, splits: tuple[int, ...]) -> Codes:
-    pairs = _OWN_PAIRS
-    alone = [tile for tile in _tiles_of(FITTED, FITTED_PAIRS) if not tile.pairs]
-    each = [(tile, 1) for tile in pairs] + [(tile, split) for split in splits for tile in alone]
-    side_by_side = [most_clusters(target, split) for split in splits]
-    return Codes(
-        tuple(each),
-        _columns(pairs),
-        _columns(alone),
-        np.array(splits)[:, None, None],
-        np.array(side_by_side)[:, None, None],
-    )
-
-
-def costs_of_codes(
-    target: Target, rows: Any, N: int, K: int
-) -> tuple[tuple[tuple[Tile, int], ...], Array]:
-    """What a menu may have, and what each takes at least: a row of an array, with a column for each
-    number of rows of x."""
-    sizes = Sizes(rows, N, K)
-    chunks = chunks_of(sizes)
-    codes = _own_codes(target, _OWN_SPLITS if chunks >= _OWN_SPLITS[-1] else _OWN_SPLITS[:1])
-    tile = codes.pairs
-    tiles = tile_count(sizes, tile.tile_m, PAIR * tile.tile_n)
-    pairs: Any = np.stack(pairs_that_suit(target, chunks, tiles))
-    unit = tile.unit(sizes)
-    shared = np.minimum.reduce(_cycles_of_pairs(tile, unit, chunks, tiles, pairs))
-    tile, split = codes.alone, codes.split
-    rounds = -(-tile_count(sizes, tile.tile_m, tile.tile_n) // codes.side_by_side)
-    alone = rounds * cycles_of_part(tile, tile.unit(sizes), split, -(-chunks // split) * 2)
-    costs = np.concatenate((shared, alone.reshape(-1, len(rows))))
-    costs += expanding(rows, K)
-    return codes.each, costs
 
 
 def cycles_of_part(tile: Tile, unit: float, split: int, units: int) -> float:
     """Of a CTA that computes so many times 64 k of a tile, each for as long as ``unit``, and of its
     exchange with the others."""
+    return units * unit + beside_k(tile, split)
+
+
+def beside_k(tile: Tile, split: int) -> float:
+    """Of a tile's part, and of its exchange with the others."""
     received = tile.sums * (split - 1) / split
     exchange = received / tile.fitted.exchanged + (split > 1) * tile.fitted.exchange
-    return units * unit + tile.itself + exchange
+    return tile.itself + exchange
 
 
 def tiles_of_splits(tiles_m: tuple[int, ...]) -> list[Tile]:
     """Those of so many tokens, of CTAs that share no x."""
-    return [t for t in _tiles_of(FITTED, FITTED_PAIRS) if t.tile_m in tiles_m and not t.pairs]
+    return [t for t in every_tile() if t.tile_m in tiles_m and not t.pairs]
 
 
 def tile_of_pairs(tile_m: int, tile_n: int) -> Tile:
@@ -254,7 +204,7 @@ def tile_of_pairs(tile_m: int, tile_n: int) -> Tile:
 
 def tiles_of_pairs(tiles_m: tuple[int, ...]) -> list[Tile]:
     """Those of CTAs of which two share x."""
-    return [t for t in _tiles_of(FITTED, FITTED_PAIRS) if t.tile_m in tiles_m and t.pairs]
+    return [t for t in every_tile() if t.tile_m in tiles_m and t.pairs]
 
 
 def costs_of_pairs(target: Target, sizes: LinearProblem | Sizes, tile: Tile) -> Iterator[Costed]:
@@ -262,12 +212,13 @@ def costs_of_pairs(target: Target, sizes: LinearProblem | Sizes, tile: Tile) -> 
     chunks, tiles = chunks_of(sizes), tile_count(sizes, tile.tile_m, PAIR * tile.tile_n)
     unit = tile.unit(sizes)
     for pairs in {*pairs_that_suit(target, chunks, tiles)}:
-        cycles = _cycles_of_pairs(tile, unit, chunks, tiles, pairs)
+        cycles = cycles_of_work(tile, unit, work_of(chunks, tiles, pairs))
         yield cycles, (), (tile.tile_m, tile.tile_n, 1, pairs)
 
 
-def _cycles_of_pairs(tile: Tile, unit: float, chunks: int, tiles: int, pairs: int) -> Any:
-    of, work = tile.fitted, work_of(chunks, tiles, pairs)
+def cycles_of_work(tile: Tile, unit: float, work: Work) -> float:
+    """Of the busiest pair's."""
+    of = tile.fitted
     join = work.parts * of.exchange + work.others * tile.sums / of.exchanged
     return of.start + (2 * work.chunks * unit + work.segments * tile.itself + join)
 
@@ -279,9 +230,9 @@ _search = Search(PARAMS, _costs, most=12)
 def cheapest_of_many(target: Target, sizes: Sizes) -> tuple[float, Config]:
     """The choice beyond MOST_OWN_M rows without a table, by numbers of their own, and its
     cycles."""
-    found = cycles_of_pairs(WGMMA_BF16_MANY, target, sizes, _MANY)
+    found = cycles_of_pairs(WGMMA_BF16_MANY, target, sizes, MANY)
     pairs = min(found, key=found.__getitem__)
-    return found[pairs], {"tile_m": _MANY, "tile_n": MOST_PAIRED, "split": 1, "pairs": pairs}
+    return found[pairs], {"tile_m": MANY, "tile_n": MOST_PAIRED, "split": 1, "pairs": pairs}
 
 
 def others_of(target: Target, problem: LinearProblem, chosen: Config) -> list[Config]:

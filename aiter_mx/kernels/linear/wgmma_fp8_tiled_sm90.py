@@ -172,59 +172,71 @@ class Code(NamedTuple):
 
     def cost(self, M: int) -> float:
         """A model of what a call with so many rows of x takes: see ``FITTED``."""
-        cycles: float = _cost(M, self.values[0], *self[1:])
-        return cycles
-
-
-def _cost(M: Any, tile_m: Any, clusters: Any, side_by_side: Any, cycles: Any) -> Any:
-    """Of numbers or arrays of them."""
-    return START - (-M // tile_m * clusters // side_by_side) * cycles
+        rounds = -(-M // self.values[0] * self.clusters // self.side_by_side)
+        return START + rounds * self.cycles
 
 
 class Codes(NamedTuple):
-    """All configurations that fit a weight."""
+    """All configurations of a weight, in columns of arrays.
 
-    values: list[tuple[int, ...]]
-    tile_m: Ints
-    clusters: Ints
-    side_by_side: Ints
+    Attributes:
+        splits: of K that they have.
+        clusters, side_by_side: as of ``Code``.
+        cycles: likewise, infinitely many where one does not fit.
+    """
+
+    splits: tuple[int, ...]
+    clusters: Floats
+    side_by_side: Floats
     cycles: Floats
 
-    def costs(self, rows: Ints) -> Floats:
-        """What calls take, a row for each configuration and a column for each number of rows in
-        ascending order; infinitely long beyond ``MOST_OWN_M``."""
-        found: Floats = _cost(rows, *(values[:, None] for values in self[1:]))
-        found[:, rows.searchsorted(MOST_OWN_M, "right") :] = inf
+    def costs(self, down: Floats) -> Floats:
+        """What calls take that have so many tiles of tokens."""
+        found: Floats = np.ceil(down * self.clusters / self.side_by_side)
+        found *= self.cycles
+        found += START
         return found
 
     def code(self, index: int) -> Code:
-        of_clusters = int(self.clusters[index]), int(self.side_by_side[index])
-        return Code(self.values[index], *of_clusters, float(self.cycles[index]))
-
-
-@lru_cache(maxsize=1024)
-def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> Codes:
-    of, cycles = _tiles(splits), _passes(K, splits)
-    (fit,) = (cycles < inf).nonzero()
-    values = [of.values[index] for index in fit.tolist()]
-    clusters = -(-N // of.rows_w[fit])
-    return Codes(values, of.tile_m[fit], clusters, _side_by_side(target, splits)[fit], cycles[fit])
+        """One of them."""
+        clusters, side_by_side, cycles = (column.item(index) for column in self[1:])
+        values = _tiles(self.splits).values[index]
+        return Code(values, int(clusters), int(side_by_side), cycles)
 
 
 @cache
-def _side_by_side(target: Target, splits: tuple[int, ...]) -> Ints:
-    return np.array([most_clusters(target, split) for split in _tiles(splits).split.tolist()])
+def _tiles_down(splits: tuple[int, ...], rows: tuple[int, ...]) -> Floats:
+    """Tiles of tokens: a row for each of tiles, and a column for each number of rows; infinitely
+    many beyond ``MOST_OWN_M``."""
+    every = np.array([rows if rows <= MOST_OWN_M else inf for rows in rows])
+    return np.ceil(every / _tiles(splits).tile_m[:, None])
 
 
-def own_codes(target: Target, N: int, K: int) -> Codes:
-    found = _codes(target, N, K, _OWN_SPLITS)
-    return found if found.values else _codes(target, N, K, PARAMS[-1].values)
+@cache
+def _side_by_side(target: Target, splits: tuple[int, ...]) -> Floats:
+    of_each = [most_clusters(target, split) for split in _tiles(splits).split.tolist()]
+    return np.array(of_each, float)[:, None]
+
+
+def _codes(target: Target, N: int, K: int, splits: tuple[int, ...]) -> Codes:
+    clusters = np.ceil(N / _tiles(splits).rows_w)[:, None]
+    return Codes(splits, clusters, _side_by_side(target, splits), _passes(K, splits)[:, None])
+
+
+def costs_of_codes(target: Target, rows: tuple[int, ...], N: int, K: int) -> tuple[Codes, Floats]:
+    """What a menu may have, and what each takes: a row of an array, with a column for each number
+    of rows of x; infinitely long beyond ``MOST_OWN_M``."""
+    fits = _passes(K, _OWN_SPLITS).min() < inf
+    codes = _codes(target, N, K, _OWN_SPLITS if fits else PARAMS[-1].values)
+    return codes, codes.costs(_tiles_down(codes.splits, rows))
 
 
 def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Costed]:
+    tiles = _tiles(PARAMS[-1].values)
     codes = _codes(target, problem.N, problem.K, PARAMS[-1].values)
-    costs = _cost(problem.M, *codes[1:]).tolist()
-    return ((cost, (), values) for cost, values in zip(costs, codes.values, strict=True))
+    costs = codes.costs(np.ceil(problem.M / tiles.tile_m)[:, None])
+    each = zip(costs[:, 0].tolist(), tiles.values, strict=True)
+    return ((cost, (), values) for cost, values in each if cost < inf)
 
 
 _search = Search(PARAMS, _costs, most=8)

@@ -1,0 +1,118 @@
+"""What a call of each code object of wgmma_bf16 takes that a menu may have, by the model of
+``wgmma_bf16_sm90``: arrays with a row for each, and a column for each number of rows of x."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16
+from aiter_mx.kernels.linear.many_rows_sm90 import Work
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import MOST_PAIRED, PAIR
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
+    MANY,
+    MILLION,
+    MOST_CROWDED,
+    Tile,
+    beside_k,
+    cycles_of_work,
+    every_tile,
+    expanding,
+)
+from aiter_mx.kernels.sm90 import CHUNK, most_clusters
+from aiter_mx.target import Target
+
+Array = npt.NDArray[np.float64]
+_SPLITS = (1, 2)  # more are seldom faster
+_EVEN = np.array([False, True])[:, None, None]  # of both numbers of pairs that suit tiles
+
+
+class Codes(NamedTuple):
+    """What menus are made of, and what does not depend on the weight.
+
+    Attributes:
+        each: code objects: tiles with parts of K, those of pairs first.
+        rows: numbers of rows of x.
+        pairs: tiles of pairs, in columns.
+        pairs_down: how many of each such rows have.
+        alone, alone_down: likewise of other tiles, which come with each number of parts of K.
+        split: these numbers.
+        side_by_side: how many clusters of so many CTAs are.
+        beside_k: what a tile's part takes beside its k.
+    """
+
+    each: tuple[tuple[Tile, int], ...]
+    rows: Any
+    pairs: Tile
+    pairs_down: Array
+    alone: Tile
+    alone_down: Array
+    split: Any
+    side_by_side: Any
+    beside_k: Any
+
+
+def _columns(tiles: list[Tile]) -> Tile:
+    columns: Any = [np.array(values)[:, None] for values in zip(*tiles, strict=True)]
+    return Tile(*columns)._replace(pairs=tiles[0].pairs, fitted=tiles[0].fitted)
+
+
+_PAIRS = [  # narrower ones are seldom faster
+    tile for tile in every_tile() if tile.pairs and tile.tile_n == MOST_PAIRED
+]
+_ALONE = [tile for tile in every_tile() if not tile.pairs]
+LARGE = [tile.tile_m for tile in _PAIRS].index(MANY)
+"""Which of the code objects has the tile for more than MOST_OWN_M rows."""
+
+
+@cache
+def _codes(target: Target, every_rows: tuple[int, ...], splits: tuple[int, ...]) -> Codes:
+    rows, pairs, alone = np.array(every_rows, float), _columns(_PAIRS), _columns(_ALONE)
+    split: Any = np.array(splits)[:, None, None]
+    return Codes(
+        (*((tile, 1) for tile in _PAIRS), *((tile, split) for split in splits for tile in _ALONE)),
+        rows,
+        pairs,
+        np.ceil(rows / pairs.tile_m),
+        alone,
+        np.ceil(rows / alone.tile_m),
+        split,
+        np.array([most_clusters(target, split) for split in splits])[:, None, None],
+        beside_k(alone, split),
+    )
+
+
+def costs_of_codes(
+    target: Target, rows: tuple[int, ...], N: int, K: int
+) -> tuple[tuple[tuple[Tile, int], ...], Array]:
+    """What a menu may have, and what each takes at least of calls."""
+    chunks = -(-K // CHUNK)
+    of = _codes(target, rows, _SPLITS if chunks >= _SPLITS[-1] else _SPLITS[:1])
+    millions: Any = np.minimum(of.rows * K / MILLION, MOST_CROWDED)
+    work = _work_of(target, chunks, of.pairs_down * -(-N // (PAIR * MOST_PAIRED)))
+    pairs: Any = cycles_of_work(of.pairs, of.pairs.unit_at(millions), work)
+    tiles = of.alone_down * np.ceil(N / of.alone.tile_n)
+    part = -(-chunks // of.split) * 2 * of.alone.unit_at(millions) + of.beside_k
+    alone = np.ceil(tiles / of.side_by_side) * part
+    costs = np.concatenate((np.minimum.reduce(pairs), alone.reshape(-1, len(rows))))
+    costs += expanding(of.rows, K) + START_OF_BF16
+    return of.each, costs
+
+
+def _work_of(target: Target, chunks: int, tiles: Any) -> Work:
+    """``work_of`` of so many tiles, each with both numbers of pairs that suit it."""
+    most, every = target.cu_num // PAIR, tiles * chunks
+    even = np.floor(tiles / np.ceil(tiles / most)) * np.maximum(np.floor(most / tiles), 1)
+    pairs = np.minimum(every, np.where(_EVEN, even, most))
+    whole, shares = np.floor(tiles / pairs), every / pairs
+    shared, share = whole * pairs < tiles, np.floor(shares)
+    part = np.minimum(share, chunks)
+    times = np.floor(chunks / part)
+    even_parts = (whole == 0) & (share == shares) & (times * part == chunks)
+    joins = 2 * shared - even_parts
+    segments = whole + joins - (shared & (share <= whole * chunks))
+    work: Any = np.ceil(shares), segments, joins, times * shared - even_parts
+    return Work(*work)
