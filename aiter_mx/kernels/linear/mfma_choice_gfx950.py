@@ -80,22 +80,25 @@ def _costs(
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     shared, is_odd = splits != (1,), has_odd_blocks(problem.K)
     a_round, a_step = FITTED["round"], FITTED["step"]
-    for lowest, asked, way, own_blocks in sorted(_bounds(splits, target, problem, least)):
+    for lowest, asked, of_busiest, steps, way, own_blocks in sorted(
+        _bounds(splits, target, problem, least)
+    ):
         if lowest * ROUNDED_OFF > least.cost:
             return
-        work = work_at(target.cu_num, problem.N, problem.K, way)
+        row_tiles, fold, col_tiles = way.row_tiles, way.fold, way.col_tiles
         for unroll in PARAMS[3].values if problem.M <= BLOCK_M else (1,):
-            if not resident_at(way.row_tiles, way.col_tiles, 1, unroll, is_odd):
+            if not resident_at(row_tiles, col_tiles, 1, unroll, is_odd):
                 break
-            a_turn = a_step * unroll * (way.row_tiles + way.col_tiles)
-            for waves, turns in without_waste(WAVES, work.steps, unroll):
+            a_turn = a_step * unroll * (row_tiles + col_tiles)
+            for waves, turns in without_waste(WAVES, steps, unroll):
                 if (asked + a_round + a_turn * turns) * ROUNDED_OFF > least.cost:
                     continue
-                rounds = _rounds(way, work, waves, unroll, is_odd)
-                if rounds:
+                held = _held(row_tiles, col_tiles, fold, waves, unroll, is_odd)
+                if held:
+                    rounds = max(1.0, of_busiest / held)
                     cost = asked + rounds * _round(way, waves, turns, unroll)
                     if cost <= least.cost:
-                        values = (way.row_tiles, way.fold, waves, unroll, own_blocks)
+                        values = (row_tiles, fold, waves, unroll, own_blocks)
                         further = (way.splits,) if shared else ()
                         yield cost, (ceil(rounds), waves * unroll, unroll), (*values, *further)
 
@@ -118,10 +121,15 @@ def _held(rows: int, cols: int, fold: int, waves: int, unroll: int, is_odd: bool
 
 def _round(way: Way, waves: int, turns: int, unroll: int) -> float:
     """A workgroup that waits for nobody but itself."""
-    rows, cols, fold = way.row_tiles, way.col_tiles, way.fold
+    tiles, sums = _loop(way.row_tiles, way.col_tiles, way.fold, waves, unroll)
+    return FITTED["round"] + FITTED["step"] * (turns * tiles) + FITTED["sum"] * sums
+
+
+@cache
+def _loop(rows: int, cols: int, fold: int, waves: int, unroll: int) -> tuple[float, int]:
+    """Tiles that a turn is as long as, and sums of a workgroup."""
     sums = -(-rows * cols * (SIDE // fold) ** 2 // (waves * LANES)) * waves * fold
-    tiles = turns * float(((unroll * (rows + cols)) ** 4 + _TILES_OF_WAIT**4) ** 0.25)
-    return FITTED["round"] + FITTED["step"] * tiles + FITTED["sum"] * sums
+    return float(((unroll * (rows + cols)) ** 4 + _TILES_OF_WAIT**4) ** 0.25), sums
 
 
 class _Weighed(NamedTuple):
@@ -187,8 +195,9 @@ def weights_cycles(target: Target, problem: LinearProblem) -> float:
 
 def _bounds(
     splits: tuple[int, ...], target: Target, problem: LinearProblem, least: Least
-) -> Iterator[tuple[float, float, Way, int]]:
-    """At least what each way takes, and of that what its units ask for."""
+) -> Iterator[tuple[float, float, int, int, Way, int]]:
+    """At least what each way takes, of that what its units ask for, workgroups of the busiest unit
+    and their steps."""
     N, K, cu_num, memory = problem.N, problem.K, target.cu_num, weights_cycles(target, problem)
     ahead = memory + FITTED["round"]
     most = least.cost / ROUNDED_OFF - ahead
@@ -208,10 +217,10 @@ def _bounds(
             turns = of_busiest / slots
             if turns * most_waves < 1:
                 turns = 1 / most_waves
-            turns *= -(-K // (TILE_K * fold * shared))
-            in_turn = asked + a_step * turns * tiles + a_sum * sums
+            steps = -(-K // (TILE_K * fold * shared))
+            in_turn = asked + a_step * turns * steps * tiles + a_sum * sums
             if in_turn <= most:
-                yield in_turn + ahead, memory + asked, way, own_blocks
+                yield in_turn + ahead, memory + asked, of_busiest, steps, way, own_blocks
 
 
 def _meeting(splits: int) -> float:
