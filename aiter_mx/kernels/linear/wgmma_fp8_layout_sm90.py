@@ -143,7 +143,7 @@ def layout_of(
     return None
 
 
-def _rows_m(problem: LinearProblem, x_is_a: bool) -> int:
+def rows_m_of(problem: LinearProblem, x_is_a: bool) -> int:
     """Of a tile of x. Rows that it is not full of are not copied and, where x is A, multiplied with
     the others: then few sizes, and code objects, do. To 32 rows sums are handed over by 16. As
     columns, 112 rows take as long as 128 on an H200, and 80 as long as 96 where K ends within a
@@ -181,7 +181,7 @@ def laid_out(
     per_sm: int = 1,
     rows_m: int | None = None,
 ) -> Layout | None:
-    rows_m = _rows_m(problem, x_is_a) if rows_m is None else rows_m
+    rows_m = rows_m_of(problem, x_is_a) if rows_m is None else rows_m
     if x_is_a:
         groups_a = groups_of_x(problem)
         groups_b = row_groups // groups_a

@@ -35,6 +35,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     layout_of,
     passes_of,
     registers,
+    rows_m_of,
     shared_layout,
 )
 from aiter_mx.kernels.search import ROUNDED_OFF, Costed, Least, Search
@@ -117,7 +118,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     for bound, split in sorted(_bounds(target, problem, fitted)):
         if bound > least.cost:
             break
-        for bound, groups in sorted(_bounds_of_groups(target, problem, fitted, split)):
+        for bound, groups in sorted(_bounds_of_groups(target, problem, fitted, split, least)):
             if bound > least.cost:
                 break
             found = layout_of(target, problem, split, *groups)
@@ -161,10 +162,10 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
 def _bounds(
     target: Target, problem: LinearProblem, fitted: WgmmaFp8
 ) -> Iterator[tuple[float, int]]:
-    """What clusters of each size take at least: their work without most of the padding."""
-    N, rows_m, all_chunks = problem.N, up(problem.M, 8), chunks_of(problem)
+    """What clusters of each size take at least: their work without padding of w."""
+    N, all_chunks, (rows_b, rows_m) = problem.N, chunks_of(problem), _least_rows(problem)
     a_group, column = fitted.block + fitted.sharing / MOST_GROUPS, fitted.column
-    a_row_group, of_x = a_group + column * rows_m, groups_of_x(problem)
+    a_row_group, of_x = a_group + column * rows_b, groups_of_x(problem)
     for split in PARAMS[0].values:
         chunks = -(-all_chunks // split)
         share = -(-N // most_clusters(target, split))  # of w, in all passes
@@ -175,31 +176,43 @@ def _bounds(
         yield (both + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
 
 
+def _least_rows(problem: LinearProblem) -> tuple[int, int]:
+    """Of x, with padding, where it is wgmma's B, and the fewer of these and of those of A."""
+    rows_b = rows_m_of(problem, False)
+    return rows_b, min(rows_b, rows_m_of(problem, True))
+
+
 def _bounds_of_groups(
-    target: Target, problem: LinearProblem, fitted: WgmmaFp8, split: int
+    target: Target, problem: LinearProblem, fitted: WgmmaFp8, split: int, least: Least
 ) -> Iterator[tuple[float, tuple[int, int]]]:
     """Likewise of clusters of one size, by their warpgroups."""
-    rows_m, chunks, of_x = up(problem.M, 8), -(-chunks_of(problem) // split), groups_of_x(problem)
+    chunks, of_x, (rows_b, rows_m) = (
+        *(-(-chunks_of(problem) // split), groups_of_x(problem)),
+        _least_rows(problem),
+    )
     share = -(-problem.N // most_clusters(target, split))
     most_passes, power = passes_of(problem)[-1], fitted.together
     of_chunk = chunks * CHUNK / fitted.bytes_a_cycle
-    of_row, of_share = fitted.block + fitted.column * rows_m, fitted.column * share
+    block, of_row, of_share = fitted.block, fitted.column * rows_b, fitted.column * share
     of_pass = _exchange_cycles(fitted, split, 0)
     of_sums = _exchange_cycles(fitted, split, rows_m * share) - of_pass
     for groups in GROUPS:
         row_groups, k_groups = groups
-        sharing, w_groups = fitted.sharing / (row_groups * k_groups), row_groups // of_x
+        a_group, w_groups = block + fitted.sharing / (row_groups * k_groups), row_groups // of_x
         passes = -(-share // (GROUP_ROWS * row_groups))
-        least = passes * (of_row + sharing)
+        cycles = passes * (of_row + a_group)
         if w_groups:
             of_x_as_a = -(-share // (MOST_COLUMNS * w_groups))
-            least = min(least, of_x_as_a * (fitted.block + sharing) + of_share / w_groups)
+            cycles = min(cycles, of_x_as_a * a_group + of_share / w_groups)
             passes = min(passes, of_x_as_a)
-        if passes <= most_passes:
+        if passes > most_passes:
+            continue
+        computed = -(-chunks // k_groups) * k_groups * row_groups * 4 * cycles
+        exchanged = passes * of_pass + k_groups * of_sums
+        if (computed + exchanged) * ROUNDED_OFF <= least.cost:
             copied = of_chunk * (passes * rows_m + share)
-            computed = -(-chunks // k_groups) * k_groups * row_groups * 4 * least
             both = (copied**power + computed**power) ** (1 / power)
-            yield (both + passes * of_pass + k_groups * of_sums) * ROUNDED_OFF, groups
+            yield (both + exchanged) * ROUNDED_OFF, groups
 
 
 def cycles_of_pass(
