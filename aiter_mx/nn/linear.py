@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from aiter_mx.autograd import grouped_linear, linear_autograd, refuse_grad_format
 from aiter_mx.checks import BLOCK, refuse_no_whole_number
 from aiter_mx.ops.quantize import Dual, quantize_dual
 
 
+class _Steps:
+    """What stands for the last step that an optimizer has taken in this process.
+
+    Fused ones, torch's and others', write parameters in launches that torch counts no change by, and
+    so does what torch compiles of any.
+    """
+
+    def __init__(self) -> None:
+        self.latest: list[object] = []
+        register_optimizer_step_post_hook(self._renew)
+
+    def _renew(self, *of_hook: object) -> None:
+        self.latest = []  # another object, which compiled steps make without a guard; no count
+
+
+_steps = cache(_Steps)
+
+
 class QuantizedOnce:
     """A parameter's quantisation, made anew for another parameter and when this one has changed.
 
-    torch counts changes in place, but for those through ``.data`` and a graph's replays. Copies of
+    torch counts changes in place, but for those through ``.data``, those of launches that it does
+    not know, and a graph's replays; a step of any optimizer of its kind is taken for one. Copies of
     it have nothing yet, as they are for other parameters.
     """
 
     def __init__(self) -> None:
-        self._made: tuple[ref[Tensor], tuple[int, int], Dual] | None = None
+        self._made: tuple[ref[Tensor], tuple[int, int], list[object], Dual] | None = None
 
     def __reduce__(self) -> tuple[type[QuantizedOnce], tuple[()]]:
         return QuantizedOnce, ()
 
     def of(self, w: Tensor) -> Dual:
         """Both quantisations of ``w`` as it is."""
-        state = (w.data_ptr(), w._version)
+        state, step = (w.data_ptr(), w._version), _steps().latest
+        made = self._made
         # Another tensor may have the memory of one that is gone, and as many changes.
-        if self._made is None or self._made[0]() is not w or self._made[1] != state:
+        if made is None or made[0]() is not w or made[1] != state or made[2] is not step:
             # outside of inference mode, whose tensors no backward pass may take later
             with torch.inference_mode(False), torch.no_grad():
-                self._made = (ref(w), state, quantize_dual(w))
-        return self._made[2]
+                made = self._made = (ref(w), state, step, quantize_dual(w))
+        return made[3]
 
 
 class _OfWeight(nn.Module):
@@ -98,7 +120,7 @@ class MxLinear(_OfWeight):
         reuse_quantized: whether the quantised weight is kept until the weight changes, as for the
             micro-batches of a step; 2.1 bytes an element more. Compiled calls quantise each time.
             Not for weights that are written through ``.data`` or by a captured graph: torch counts
-            no such change.
+            no such change. A step of a ``torch.optim.Optimizer`` is one, fused or not.
         grad_format: of gradients in the backward pass, ``"e4m3"`` or ``"e5m2"``.
 
     Example:

@@ -68,6 +68,44 @@ def test_a_quantised_weight_is_reused_until_the_weight_changes(
         optimizer.step()
 
 
+class _Unseen(torch.optim.Optimizer):
+    """Writes parameters as fused optimizers of other packages do, by what torch does not count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, fused=True),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.SGD, foreach=True),
+        _Unseen,
+    ],
+    ids=["sgd", "adamw", "foreach", "unseen"],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_of_fused_optimizers_have_the_weight_quantised_again(
+    optimizer: Any, is_compiled: bool
+) -> None:
+    torch.compiler.reset()
+    layer, x = MxLinear(64, 32, reuse_quantized=True), torch.randn(5, 64)
+    made = optimizer(layer.parameters())
+    step = torch.compile(made.step, backend="aot_eager") if is_compiled else made.step
+    for _ in range(3):
+        made.zero_grad()
+        y = layer(x)
+        assert torch.equal(y, aiter_mx.linear_autograd(x, layer.weight, layer.bias))
+        y.square().sum().backward()
+        step()
+
+
 def test_a_weight_quantised_in_inference_mode_trains_afterwards() -> None:
     layer, x = MxLinear(64, 32, reuse_quantized=True), torch.randn(5, 64, requires_grad=True)
     with torch.inference_mode():
