@@ -18,8 +18,8 @@ from aiter_mx.ops.quantize import Dual, quantize_dual
 class _Steps:
     """What stands for the last step that an optimizer has taken in this process.
 
-    Fused ones, torch's and others', write parameters in launches that torch counts no change by, and
-    so does what torch compiles of any.
+    Fused ones, torch's and others', write parameters in launches that torch counts no change by,
+    and so does what torch compiles of any.
     """
 
     def __init__(self) -> None:
