@@ -22,16 +22,8 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.plan import build_requests
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls
-from aiter_mx.tuning import origin
 from op_tests.bench import expert_layers, gpus
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    normal_mx,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.expert_layers import LAYERS, Cell, Sizes, make_cell
 from op_tests.bench.moe import make_layer
 
@@ -40,7 +32,6 @@ PARTS = ("first", "second")
 BLOCK = 64
 CELL = ("M", "layer", "routing", "part")
 WINDOW_MS = 20.0
-GPU = torch.device("cuda", 0)
 
 
 def problem_of(sizes: Sizes, M: int, part: str, block_m: int) -> MoeGemmProblem:
@@ -99,7 +90,7 @@ def cells_of(
     routings: Sequence[str],
     rows: Sequence[int],
     name: str,
-    device: torch.device = GPU,
+    device: torch.device = DEVICE,
 ) -> Iterator[dict[str, object]]:
     """A layer's cells that are not done, one after the other; where its own blocks are of 64 ids
     there is nothing to measure."""
@@ -128,9 +119,7 @@ def cells_of(
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "moe_blocks.csv", CELL, facts)
+    saved = saved_on_gpu("moe_blocks", CELL)
     names = arguments.blocks or [name for name, s in LAYERS.items() if s.num_experts == s.E]
     work = partial(cells_of, saved.has, arguments.routing, arguments.M or ROWS)
     gpus.spread(work, names, saved.report, arguments.seconds)

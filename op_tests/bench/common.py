@@ -29,6 +29,7 @@ from aiter_mx.tuning.origin import commit, today, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"
+DEVICE = torch.device("cuda", 0)
 LEAST_ROUNDS = 11
 
 
@@ -68,7 +69,7 @@ def swept_us(
     op: str, problem: Problem, copies: Sequence[Tensors], replays: int = 15
 ) -> list[tuple[float, str, Config]]:
     """The time of each configuration of our kernels that builds, the fastest first."""
-    target, timed = target_of(torch.device("cuda", 0)), []
+    target, timed = target_of(DEVICE), []
     for kernel in kernels_of(op):
         if kernel.backend != "hip" or kernel.refusal(target, problem):
             continue
@@ -181,3 +182,11 @@ class Saved:
         """Add what was measured just now, and print it."""
         self.add({**row, "versions": versions(), "date": today()})
         print(*row.values(), flush=True)
+
+
+def saved_on_gpu(name: str, cell: Sequence[str]) -> Saved:
+    """The table that this commit adds to, ``docs/measured/<gpu>/<name>.csv``; where there is no GPU
+    the program ends."""
+    refuse_no_gpu()
+    facts = {"gpu": torch.cuda.get_device_name(), "commit": commit()}
+    return Saved(MEASURED / gpu_name() / f"{name}.csv", cell, facts)

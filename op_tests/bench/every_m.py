@@ -29,16 +29,14 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import MODELS
 from op_tests.bench.common import (
-    MEASURED,
+    DEVICE,
     Saved,
     alternated_us,
-    gpu_name,
     normal_mx,
     quantize_rows,
-    refuse_no_gpu,
+    saved_on_gpu,
 )
 from op_tests.bench.gpus import spread
 
@@ -244,11 +242,10 @@ def cells(
 def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     """A shape's cells, one after the other."""
     (N, K), rows = of
-    device = torch.device("cuda", 0)
-    target = target_of(device)
+    target = target_of(DEVICE)
     for x_dtype in ("e4m3", "bf16"):
-        aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, x_dtype=x_dtype)
-    weights = Weights(N, K, device)
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, x_dtype=x_dtype)
+    weights = Weights(N, K, DEVICE)
     for M in rows:
         graphs = {name: GraphedCalls(calls) for name, calls in weights.calls(M).items()}
         times = measured(partial(alternated_us, graphs, WINDOW_MS, LEAST_ROUNDS), M)
@@ -259,11 +256,9 @@ def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    folder = MEASURED / gpu_name()
-    saved = Saved(folder / "linear_every_m.csv", CELL, facts)
-    beside_humming = Saved(folder / "linear_humming.csv", CELL, facts)
+    saved, beside_humming = (
+        saved_on_gpu(name, CELL) for name in ("linear_every_m", "linear_humming")
+    )
     if HUMMING is None:
         print(f"Humming is left out; tried: {WITHOUT_HUMMING}")
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)

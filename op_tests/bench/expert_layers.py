@@ -30,17 +30,9 @@ from aiter_mx.ops.fused_moe_call import arguments_of, tensors_between
 from aiter_mx.plan import bind
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls
-from aiter_mx.tuning import origin
 from aiter_mx.workloads.models import model_of
 from op_tests.bench import every_m
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    graph_us,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, Saved, alternated_us, graph_us, saved_on_gpu
 from op_tests.bench.gpus import spread
 from op_tests.bench.moe import MOST_CALLS, Layer, is_few, make_layer, route_tokens
 
@@ -306,7 +298,7 @@ def cells_of(of: tuple[str, list[tuple[str, int]]]) -> Iterator[dict[str, object
     shape |= {"top_k": sizes.top_k, "num_experts": sizes.num_experts}
     shape |= {"has_map": int(sizes.num_experts != sizes.E)}
     humming, rows = humming_of(layer), [M for _, M in left]
-    aiter_mx.warmup("fused_moe", device=torch.device("cuda", 0), M=rows, **shape)
+    aiter_mx.warmup("fused_moe", device=DEVICE, M=rows, **shape)
     for routing, M in left:
         cell = make_cell(sizes, layer, M, routing)
         yield row_of(name, cell, routing, measured(cell, humming))
@@ -316,9 +308,7 @@ def cells_of(of: tuple[str, list[tuple[str, int]]]) -> Iterator[dict[str, object
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "moe_layers.csv", CELL, facts)
+    saved = saved_on_gpu("moe_layers", CELL)
     names, rows = arguments.layers or list(LAYERS), arguments.M or ROWS
     left = cells(names, arguments.routing, rows, saved)
     spread(cells_of, left, saved.report, arguments.seconds)

@@ -22,16 +22,8 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning import origin
 from op_tests.bench import gpus
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    normal_mx,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 
 SHAPES = ((16, 4096, 7168), (16, 7168, 2048), (32, 5760, 2880), (128, 1536, 2048))
 """Groups, N, K: of DeepSeek-V3 at EP16, gpt-oss at EP4 and Qwen3."""
@@ -39,7 +31,6 @@ ROWS = (1, 8, 32, 64, 65, 128, 512)
 SPREADS = ("balanced", "skewed", "half empty")
 CELL = ("rows", "spread", "G", "N", "K")
 WINDOW_MS = 25.0
-GPU = torch.device("cuda", 0)
 Calls = list[Callable[[], object]]
 
 
@@ -120,7 +111,7 @@ def row_of(
 
 
 def cells_of(
-    is_done: Callable[..., bool], shape: tuple[int, int, int], device: torch.device = GPU
+    is_done: Callable[..., bool], shape: tuple[int, int, int], device: torch.device = DEVICE
 ) -> Iterator[dict[str, object]]:
     """A shape's cells that are not done, one after the other."""
     left = [
@@ -142,7 +133,5 @@ def cells_of(
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "grouped_few_rows.csv", CELL, facts)
+    saved = saved_on_gpu("grouped_few_rows", CELL)
     gpus.spread(partial(cells_of, saved.has), SHAPES, saved.report, arguments.seconds)

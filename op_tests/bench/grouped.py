@@ -33,7 +33,7 @@ from aiter_mx.kernels.grouped_gemm.triton import candidates
 from aiter_mx.kernels.spec import Config
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from op_tests.bench.common import quantize_rows, refuse_no_gpu, report
+from op_tests.bench.common import DEVICE, quantize_rows, refuse_no_gpu, report
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = (
@@ -46,7 +46,6 @@ SHAPES = (
 )
 """DeepSeek-V3's two layers of an expert at EP16, and gpt-oss's at EP8 and whole."""
 MODES = ("balanced", "mild", "extreme")
-DEVICE = torch.device("cuda", 0)
 ROUNDS = 5
 SETTLE_MS = 60.0
 """What is timed has run so long before, so that the clock is that of its own power."""

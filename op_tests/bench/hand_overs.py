@@ -27,15 +27,7 @@ from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.plan import functions_of
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning import origin
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    normal_mx,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.every_m import CELL, Shape, Weights, drawn, shapes
 from op_tests.bench.gpus import spread
 
@@ -104,11 +96,10 @@ def timed(weights: Weights, M: int) -> dict[str, float]:
 def steps_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     """A shape's cells, one after the other."""
     (N, K), rows = of
-    device = torch.device("cuda", 0)
-    target = target_of(device)
+    target = target_of(DEVICE)
     both_sides = sorted({*rows, *(M + 1 for M in rows)})
-    aiter_mx.warmup("linear", device=device, M=both_sides, N=N, K=K)
-    weights = Weights(N, K, device, with_peers=False)
+    aiter_mx.warmup("linear", device=DEVICE, M=both_sides, N=N, K=K)
+    weights = Weights(N, K, DEVICE, with_peers=False)
     for M in rows:
         yield row_of(target, M, (N, K), timed(weights, M))
         torch.cuda.empty_cache()  # or what graphs held stays reserved
@@ -116,10 +107,8 @@ def steps_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet; other processes find where, while GPUs are timed."""
-    refuse_no_gpu()
-    target = target_of(torch.device("cuda", 0))
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "linear_hand_overs.csv", CELL, facts)
+    saved = saved_on_gpu("linear_hand_overs", CELL)
+    target = target_of(DEVICE)
     chosen = shapes() if arguments.share == 1 else drawn(shapes(), arguments.share, arguments.seed)
 
     def left(found: Iterable[list[int]]) -> Iterator[tuple[Shape, list[int]]]:

@@ -42,13 +42,12 @@ from aiter_mx.timing import copies_to_stay_cold, time_graph_us
 from aiter_mx.tuning.candidates import Candidate
 from aiter_mx.tuning.triton_ahead import compile_without_gpu, stand_in_for_a_gpu
 from op_tests.bench import every_m, hand_overs, variants
-from op_tests.bench.common import normal_mx, refuse_no_gpu, report, swept_us
+from op_tests.bench.common import DEVICE, normal_mx, refuse_no_gpu, report, swept_us
 from op_tests.mx_reference import linear_reference64
 
 SHAPES = ((2304, 6144), (1536, 6144), (6144, 2048), (6144, 1536), (9216, 6144))
 """(N, K): qkv, gate_up, o_proj and down of a 6144-wide model at TP4, and qkv at TP1."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-DEVICE = torch.device("cuda", 0)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Weights = tuple[torch.Tensor, torch.Tensor]
 Timed = tuple[float, str, Config]

@@ -38,14 +38,13 @@ from aiter_mx.ops.fused_moe_call import ARGUMENTS, tensors_between
 from aiter_mx.plan import runner
 from aiter_mx.target import target_of
 from aiter_mx.timing import COLD_BYTES
-from op_tests.bench.common import graph_us, normal_mx, refuse_no_gpu, report
+from op_tests.bench.common import DEVICE, graph_us, normal_mx, refuse_no_gpu, report
 from op_tests.bench.linear import reader
 from op_tests.mx_reference import dequantize64
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROUTINGS = ("uniform", "skewed")
 PARTS = ("gemm1", "gemm1_activated", "gemm2", "layer")
-DEVICE = torch.device("cuda", 0)
 MOST_CALLS = 24
 """Of a graph: enough routings that no expert's weights are still cached when it comes again."""
 

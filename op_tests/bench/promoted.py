@@ -25,7 +25,7 @@ from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.plan import bind_route
 from aiter_mx.target import target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from op_tests.bench.common import refuse_no_gpu, report
+from op_tests.bench.common import DEVICE, refuse_no_gpu, report
 from op_tests.bench.grouped import settled_us
 from op_tests.bench.linear import reader
 
@@ -33,7 +33,6 @@ PREFILL = ((16, 2048, 4096, 7168), (16, 2048, 7168, 2048))
 MASKED = ((16, 8), (16, 16), (16, 32), (16, 64))  # groups, rows of each that count
 MASKED_ROWS = 128  # that each has room for
 MASKED_WEIGHTS = ((4096, 7168), (7168, 2048))
-DEVICE = torch.device("cuda", 0)
 
 
 try:

@@ -25,9 +25,8 @@ from aiter_mx.launch import bind, call
 from aiter_mx.ops.quantize_call import Options, check, empty_outputs
 from aiter_mx.target import target_of
 from aiter_mx.timing import copies_to_stay_cold, time_graph_us
-from op_tests.bench.common import refuse_no_gpu, report, swept_us
+from op_tests.bench.common import DEVICE, refuse_no_gpu, report, swept_us
 
-DEVICE = torch.device("cuda", 0)
 COLUMNS = 4096
 MATRICES, GROUPS = 8, 32
 Outputs = list[torch.Tensor | None]

@@ -22,16 +22,8 @@ import torch
 import aiter_mx
 from aiter_mx.ops.fused_moe import fused_moe
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning import origin
 from op_tests.bench import gpus
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    normal_mx,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.expert_layers import LAYERS
 from op_tests.bench.moe import make_layer, route_tokens
 from op_tests.mx_reference import assert_close_to_reference
@@ -46,7 +38,6 @@ LAYER = "qwen3-30b-a3b"
 TOKENS = (512, 4096)
 CELL = ("M", "op", "N", "K", "place", "kind")
 WINDOW_MS = 15.0
-GPU = torch.device("cuda", 0)
 JUDGED_ROWS = 16
 ACCUMULATION_ERROR = 2.0**-8
 """Of the sum of magnitudes: the most that a kernel states."""
@@ -230,7 +221,7 @@ def every_size() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def cells_of(
-    is_done: Callable[..., bool], of: tuple[str, tuple[int, ...]], device: torch.device = GPU
+    is_done: Callable[..., bool], of: tuple[str, tuple[int, ...]], device: torch.device = DEVICE
 ) -> Iterator[dict[str, object]]:
     """Cells of an op and sizes that are not done, one after the other."""
     op, sizes = of
@@ -249,9 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120, help="save no cell after these")
     arguments = parser.parse_args()
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "values.csv", CELL, facts)
+    saved = saved_on_gpu("values", CELL)
     gpus.spread(partial(cells_of, saved.has), every_size(), saved.report, arguments.seconds)
 
 

@@ -25,15 +25,7 @@ from aiter_mx.launch import call
 from aiter_mx.plan import bind_route
 from aiter_mx.target import Target, target_of
 from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
-from aiter_mx.tuning import origin
-from op_tests.bench.common import (
-    MEASURED,
-    Saved,
-    alternated_us,
-    gpu_name,
-    normal_mx,
-    refuse_no_gpu,
-)
+from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.every_m import CELL, Shape, Weights, cells
 from op_tests.bench.gpus import spread
 
@@ -115,11 +107,10 @@ def row_of(target: Target, problem: LinearProblem, times: Mapping[str, float]) -
 def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
     """A shape's cells, one after the other."""
     (N, K), rows = of
-    device = torch.device("cuda", 0)
-    target = target_of(device)
+    target = target_of(DEVICE)
     for fields in OF_DTYPES.values():
-        aiter_mx.warmup("linear", device=device, M=rows, N=N, K=K, **fields)
-    weights = Weights(N, K, device, with_peers=False)
+        aiter_mx.warmup("linear", device=DEVICE, M=rows, N=N, K=K, **fields)
+    weights = Weights(N, K, DEVICE, with_peers=False)
     for M in rows:
         problem = LinearProblem(M, N, K)
         calls = calls_of(weights, M, untabled(target, problem))
@@ -129,8 +120,6 @@ def cells_of(of: tuple[Shape, list[int]]) -> Iterator[dict[str, object]]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is not done yet."""
-    refuse_no_gpu()
-    facts = {"gpu": torch.cuda.get_device_name(), "commit": origin.commit()}
-    saved = Saved(MEASURED / gpu_name() / "linear_variants.csv", CELL, facts)
+    saved = saved_on_gpu("linear_variants", CELL)
     left = cells([(shape, ROWS) for shape in SHAPES], saved)
     spread(cells_of, left, saved.report, arguments.seconds)

@@ -119,9 +119,9 @@ def operands_that_all_count(M: int, N: int, K: int, seed: int) -> Operands:
 
 
 def assert_no_product_is_missing(got: torch.Tensor, drawn: Operands) -> None:
-    """Of ``operands_that_all_count``, in bf16: the error of each row and column, by its norm, is at
-    most that of rounding and the 2^-11 that fp8 sums are allowed here. One product of K that all
-    lack makes about 1 / sqrt(K), which is more up to K = 40,000."""
+    """Of ``operands_that_all_count``, in any dtype: the error of each row and column, by its norm,
+    is at most that of rounding to bf16 and the 2^-11 that fp8 sums are allowed here. One product of
+    K that all lack makes about 1 / sqrt(K), which is more up to K = 40,000."""
     reference = linear_reference64(*drawn)
     error = got.double() - reference
     for dim in (0, 1):

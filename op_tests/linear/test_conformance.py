@@ -229,7 +229,8 @@ def test_no_product_is_missing_however_long_k_is(bench: Bench) -> None:
     for case in cases:
         if case.M >= 8 and case.N >= 100 and case.config is not None:
             drawn = operands_that_all_count(case.M, case.N, case.K, case.M)
-            assert_no_product_is_missing(bench.launch(case, drawn, dtype="bf16"), drawn)
+            out = bench.launch(case, drawn, dtype=case.dtype or "bf16")
+            assert_no_product_is_missing(out, drawn)
 
 
 @each(SUBJECTS, "sim")
