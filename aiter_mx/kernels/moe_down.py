@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiter_mx.kernels.declare import declare
-from aiter_mx.kernels.gfx950 import PRELOADED
 from aiter_mx.kernels.moe_up import (
     ID_DTYPES,
     MAX_ROUTED,
     STEP,
     WAVES,
+    defines,
     refuse_bytes,
     rows_a_group,
     split_of_k,
@@ -38,7 +38,6 @@ from aiter_mx.kernels.spec import (
     require,
     require_blocks,
 )
-from aiter_mx.numerics import BLOCK
 from aiter_mx.target import Target
 
 _GROUP_BYTES = 24 << 10
@@ -117,18 +116,10 @@ def _configure(target: Target, problem: MoeDownProblem) -> Config:
 
 
 def _defines(target: Target, problem: MoeDownProblem, config: Config) -> Mapping[str, int]:
-    return {
-        "MX_PRELOAD": PRELOADED,
+    return defines(problem, config) | {
         "MX_ROWS": config["rows"],
-        "MX_WAVES": config["waves"],
-        "MX_HALVES": config["halves"],
         "MX_STEPS": -(-problem.K // (STEP * config["halves"])),
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
-        "MX_TOP_K": problem.top_k,
-        "MX_SHARED": problem.shared,
-        "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
-        "MX_HAS_MAP": problem.has_map,
-        "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
     }
 
 

@@ -25,6 +25,7 @@ from aiter_mx.kernels.spec import (
     Config,
     Geometry,
     Param,
+    Problem,
     numbers,
     pointers,
     reference,
@@ -176,22 +177,28 @@ def _configure(target: Target, problem: MoeUpProblem) -> Config:
     return {"features": features, **split_of_k(-(-problem.K // STEP))}
 
 
-def _defines(target: Target, problem: MoeUpProblem, config: Config) -> Mapping[str, int]:
+def defines(problem: Problem, config: Config) -> dict[str, int]:
+    """What the kernels of both halves of a layer are told."""
     return {
         "MX_PRELOAD": PRELOADED,
-        "MX_ROWS": 2 * config["features"],
         "MX_WAVES": config["waves"],
         "MX_HALVES": config["halves"],
-        "MX_ONCE": int(config["waves"] * config["halves"] * STEP >= problem.K),
-        "MX_X": DTYPE_CODES.get(problem.x_dtype, 0),
-        "MX_OUT": DTYPE_CODES["fp32"],
         "MX_TOP_K": problem.top_k,
         "MX_SHARED": problem.shared,
-        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
-        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
         "MX_SCALE_DWORDS": int(problem.K % (4 * BLOCK) == 0),
         "MX_HAS_MAP": problem.has_map,
         "MX_WIDE_IDS": int(problem.id_dtype == "i64"),
+    }
+
+
+def _defines(target: Target, problem: MoeUpProblem, config: Config) -> Mapping[str, int]:
+    return defines(problem, config) | {
+        "MX_ROWS": 2 * config["features"],
+        "MX_ONCE": int(config["waves"] * config["halves"] * STEP >= problem.K),
+        "MX_X": DTYPE_CODES.get(problem.x_dtype, 0),
+        "MX_OUT": DTYPE_CODES["fp32"],
+        "MX_ACTIVATION": ACTIVATION_CODES[problem.activation],
+        "MX_INTERLEAVED": int(problem.layout == "interleaved"),
     }
 
 

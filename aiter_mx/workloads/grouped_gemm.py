@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,14 +12,28 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
-from aiter_mx.numerics import BLOCK, DTYPES, FORMATS, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import (
+    BLOCK,
+    DTYPES,
+    FORMATS,
+    INDICES,
+    as_scale_bytes,
+    dequantize_block_scaled,
+)
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, seeded
+from aiter_mx.workloads.workload import (
+    Judge,
+    Operands,
+    Verdict,
+    Workload,
+    compare,
+    seeded,
+    worst_of,
+)
 
 ROWS = (8192, 32768)
 """Rows of all groups that tables have."""
-_INDICES = {"i32": torch.int32, "i64": torch.int64}
 _SAMPLE_ROWS = 256
 _PADDED_TO = 128  # rows of groups that quantize_grouped pads
 
@@ -56,7 +71,7 @@ def bounds(
     problem: GroupedGemmProblem, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Groups between half and one and a half of the average, with no rows between them."""
-    G, index = problem.G, _INDICES[problem.index]
+    G, index = problem.G, INDICES[problem.index]
     shares = torch.rand(G) + 0.5
     if problem.layout == "masked":
         room = problem.M // G
@@ -138,20 +153,18 @@ def _judge(problem: GroupedGemmProblem, tensors: Tensors) -> Judge:
         )
 
     def judge(results: Tensors) -> Verdict:
-        verdicts = [
-            compare(
-                results[5][rows],
-                reference.double(),
-                torch.outer(a_norm, b_norm) + extra,
-                problem.out_dtype,
-            )
-            for rows, reference, a_norm, b_norm, extra in groups
-            if reference.numel()
-        ]
-        # Each group's NaN must show: max(0.0, nan) is 0.0.
-        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
-        rel_err, worst = errors.amax(0).tolist() if verdicts else (0.0, 0.0)
-        return Verdict(rel_err, worst)
+        return worst_of(
+            [
+                compare(
+                    results[5][rows],
+                    reference.double(),
+                    torch.outer(a_norm, b_norm) + extra,
+                    problem.out_dtype,
+                )
+                for rows, reference, a_norm, b_norm, extra in groups
+                if reference.numel()
+            ]
+        )
 
     return judge
 
@@ -174,6 +187,15 @@ def _problems(model: Model, gpus: int, arch: str) -> list[GroupedGemmProblem]:
         if K % BLOCK == 0
         for M in ROWS
     ]
+
+
+_Like = TypeVar("_Like")
+
+
+def problems_like(of: Callable[..., _Like], model: Model, gpus: int, arch: str) -> list[_Like]:
+    """Problems of another op with the M, N, K and G of these, where N is whole blocks too."""
+    found = _problems(model, gpus, arch)
+    return [of(M=p.M, N=p.N, K=p.K, G=p.G) for p in found if p.N % BLOCK == 0]
 
 
 WORKLOAD = Workload(

@@ -11,10 +11,8 @@ from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.timing import random_mx
-from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
-from aiter_mx.workloads.grouped_gemm import in_format, two_groups
-from aiter_mx.workloads.models import Model
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.grouped_gemm import in_format, problems_like, two_groups
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, worst_of
 
 
 def _operands(problem: GroupedWgradProblem, device: torch.device) -> Operands:
@@ -58,31 +56,19 @@ def _judge(problem: GroupedWgradProblem, tensors: Tensors) -> Judge:
         groups.append((g, reference, parts[0].norm(dim=1), parts[1].norm(dim=1)))
 
     def judge(results: Tensors) -> Verdict:
-        verdicts = [
-            compare(
-                results[5][g],
-                reference.double(),
-                torch.outer(grad_norm, x_norm),
-                problem.out_dtype,
-            )
-            for g, reference, grad_norm, x_norm in groups
-        ]
-        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
-        # An empty group's reference is zeros, and its error by their norm is no number.
-        errors = torch.where((errors[:, 1:] == 0) & errors.isnan(), 0.0, errors)
-        rel_err, worst = errors.amax(0).tolist()
-        return Verdict(rel_err, worst)
+        return worst_of(
+            [
+                compare(
+                    results[5][g],
+                    reference.double(),
+                    torch.outer(grad_norm, x_norm),
+                    problem.out_dtype,
+                )
+                for g, reference, grad_norm, x_norm in groups
+            ]
+        )
 
     return judge
-
-
-def _problems(model: Model, gpus: int, arch: str) -> list[GroupedWgradProblem]:
-    """Those of ``grouped_gemm``."""
-    return [
-        GroupedWgradProblem(M=p.M, N=p.N, K=p.K, G=p.G)
-        for p in GROUPED_GEMM.problems(model, gpus, arch)
-        if p.N % BLOCK == 0
-    ]
 
 
 WORKLOAD = Workload(
@@ -93,5 +79,5 @@ WORKLOAD = Workload(
     results=(5,),
     judge=_judge,
     sample=partial(two_groups, of_m=START_COLUMNS, of_n=BLOCK),
-    problems=_problems,
+    problems=partial(problems_like, GroupedWgradProblem),
 )

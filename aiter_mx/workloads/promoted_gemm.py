@@ -12,9 +12,7 @@ from aiter_mx.kernels.promoted_gemm.problem import COARSE
 from aiter_mx.launch import Tensors
 from aiter_mx.numerics import BLOCK, DTYPES
 from aiter_mx.timing import random_mx
-from aiter_mx.workloads.grouped_gemm import WORKLOAD as GROUPED_GEMM
-from aiter_mx.workloads.grouped_gemm import bounds, ranges_of, two_groups
-from aiter_mx.workloads.models import Model
+from aiter_mx.workloads.grouped_gemm import bounds, problems_like, ranges_of, two_groups
 from aiter_mx.workloads.workload import (
     ACCUMULATION,
     Judge,
@@ -22,6 +20,7 @@ from aiter_mx.workloads.workload import (
     Verdict,
     Workload,
     compare,
+    worst_of,
 )
 
 _SUMS_ERROR = 2.0**-9  # of the sum of magnitudes: Hopper's fp8 matrix unit adds with 14 bits
@@ -86,30 +85,15 @@ def _judge(problem: PromotedGemmProblem, tensors: Tensors) -> Judge:
         groups.append((rows, (x @ w.T).float(), allowed.float()))
 
     def judge(results: Tensors) -> Verdict:
-        verdicts = [
-            compare(
-                results[4][rows],
-                reference.double(),
-                allowed.double(),
-                problem.out_dtype,
-            )
-            for rows, reference, allowed in groups
-            if reference.numel()
-        ]
-        errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
-        rel_err, worst = errors.amax(0).tolist() if verdicts else (0.0, 0.0)
-        return Verdict(rel_err, worst)
+        return worst_of(
+            [
+                compare(results[4][rows], reference.double(), allowed.double(), problem.out_dtype)
+                for rows, reference, allowed in groups
+                if reference.numel()
+            ]
+        )
 
     return judge
-
-
-def _problems(model: Model, gpus: int, arch: str) -> list[PromotedGemmProblem]:
-    """Those of ``grouped_gemm``."""
-    return [
-        PromotedGemmProblem(M=p.M, N=p.N, K=p.K, G=p.G)
-        for p in GROUPED_GEMM.problems(model, gpus, arch)
-        if p.N % BLOCK == 0
-    ]
 
 
 WORKLOAD = Workload(
@@ -120,5 +104,5 @@ WORKLOAD = Workload(
     results=(4,),
     judge=_judge,
     sample=partial(two_groups, of_n=BLOCK),
-    problems=_problems,
+    problems=partial(problems_like, PromotedGemmProblem),
 )

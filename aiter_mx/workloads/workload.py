@@ -217,6 +217,16 @@ def compare(
     return Verdict(rel_err, worst)
 
 
+def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """What groups' verdicts together say. Each NaN shows, which ``max`` might hide."""
+    import torch
+
+    if not verdicts:
+        return Verdict(0.0, 0.0)
+    errors = torch.tensor([(v.rel_err, v.worst) for v in verdicts], dtype=torch.float64)
+    return Verdict(*errors.amax(0).tolist())
+
+
 def judge_bytes(expected: Sequence[torch.Tensor | None], first: int) -> Judge:
     """A judge of results that must be these to the last bit, from position ``first`` on."""
     import torch
