@@ -69,12 +69,8 @@ class Strict:
         if not wanted:
             return self.set_scalars(code.scalar_writes)
         self._known_scalars.difference_update(code.scalar_writes)
-        missing, low, high = _missing(wanted)
-        to_low, to_high = _masks(set(code.scalar_writes))
-        return (
-            f"if (UNLIKELY({missing})) unset_scalars(w, $I, {low:#x}ull, {high:#x}ull, "
-            f"{to_low:#x}ull, {to_high:#x}ull); else {{ {_set_bits(to_low, to_high)} }}"
-        )
+        masks = (*_masks(wanted), *_masks(set(code.scalar_writes)))
+        return f"flow_scalars(w, $I, {', '.join(f'{mask:#x}ull' for mask in masks)});"
 
     def _flow(self, code: Code) -> str:
         """Work out before the instruction how valid its results are going to be."""
@@ -182,13 +178,6 @@ def _call(name: str, rows: list[int], before: str = "") -> str:
 def _masks(registers: set[int]) -> tuple[int, int]:
     low = sum(1 << r for r in registers if r < 64)
     return low, sum(1 << (r - 64) for r in registers if r >= 64)
-
-
-def _missing(registers: set[int]) -> tuple[str, int, int]:
-    """A C test for registers without a value, and their masks."""
-    low, high = _masks(registers)
-    tests = [f"({mask:#x}ull & ~w->sset[{half}])" for half, mask in enumerate((low, high)) if mask]
-    return " | ".join(tests), low, high
 
 
 def _set_bits(low: int, high: int) -> str:

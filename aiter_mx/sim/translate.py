@@ -111,6 +111,8 @@ def translate_kernel(
     source = "\n".join(
         (
             '#include "machine.h"',
+            "#undef ROW",
+            "#define ROW(n) (rows + 64 * (n)) // rows: w->v, which each would load anew",
             *(f"{text.partition(' {')[0]};" for text in context.functions.values()),
             f"const u32 sim_registers = {context.rows + context.spare_rows};",
             '__attribute__((visibility("default"))) const char sim_meta[] =',
@@ -248,6 +250,7 @@ class _Body:
         lines = [
             "u32 run_wave(Wave *w) {",
             "  u64 *blocks = w->group->block_counts;",
+            "  u32 *const rows = w->v;",
         ]
         if self.indirect:
             lines.append("dispatch:")

@@ -18,7 +18,11 @@ typedef int64_t i64;
 #define NOINLINE static __attribute__((noinline, unused))
 #define COLD static __attribute__((noinline, cold, noreturn, unused))
 #define INLINE static inline __attribute__((always_inline, unused))
+#ifdef __OPTIMIZE__
 #define UNLIKELY(x) __builtin_expect(!!(x), 0)
+#else
+#define UNLIKELY(x) (x) // of a kernel's body it would make five instructions of LLVM's more
+#endif
 #define ALIGNED __attribute__((aligned(64)))
 
 // Registers are whole rows of 64 lanes: two of them are the same row or do not overlap at all.

@@ -71,7 +71,7 @@ void flow1(Wave* w, u32 instruction, u32 d, u32 a);
 void flow2(Wave* w, u32 instruction, u32 d, u32 a, u32 b);
 void flow3(Wave* w, u32 instruction, u32 d, u32 a, u32 b, u32 c);
 void flow_many(Wave* w, u32 instruction, u32 d, int count, ...);
-void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high);
+void flow_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high);
 void scalar_from_lane(Wave* w, u32 instruction, u32 to, u32 row, u64 lane);
 void lane_from_scalar(Wave* w, u32 instruction, u32 row, u64 lane, u32 from);
 __attribute__((cold)) void bad_scalar_read(Wave* w, u32 instruction, u64 low, u64 high);

@@ -145,9 +145,16 @@ API void flow_many(Wave* w, u32 instruction, u32 d, int count, ...) {
     va_end(list);
     become(w, d, unset);
 }
-API void unset_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
+// Scalar registers `to` become as valid as those of `low` and `high` are together.
+API void flow_scalars(Wave* w, u32 instruction, u64 low, u64 high, u64 to_low, u64 to_high) {
+    const u64 unset[2] = {low & ~w->sset[0], high & ~w->sset[1]};
+    if (!(unset[0] | unset[1])) {
+        w->sset[0] |= to_low;
+        w->sset[1] |= to_high;
+        return;
+    }
     for (u32 half = 0; half < 2; half++)
-        for (u64 missing = (half ? high : low) & ~w->sset[half]; missing; missing &= missing - 1)
+        for (u64 missing = unset[half]; missing; missing &= missing - 1)
             if (scalar_is_due(w, 64 * half + (u32)__builtin_ctzll(missing)))
                 bad_scalar_read(w, instruction, low, high);
     w->sset[0] &= ~to_low;
