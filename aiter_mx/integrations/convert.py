@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -36,9 +37,12 @@ _SCALES = {"sglang": "weight_scale_inv", "vllm": "weight_scale", "transformers":
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PIECE_BYTES = 1 << 26
 _STATE = ".aiter_mx_convert.json"
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _STACKED = ("gate_up_proj", "down_proj")
 """Weights of all experts of a layer in one tensor."""
+_K_FIRST = ("c_attn", "c_proj", "c_fc", "q_attn")
+_WITH_K_FIRST = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Layers whose weight is ``[K, N]``, and the kinds of models that have such."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,10 @@ def convert(
         Which weights were quantised, which tensors stay as they are and why, and bytes of all.
 
     Raises:
-        CheckpointError: not such a folder, a checkpoint that is quantised already, a damaged file,
-            or a target that holds something else.
+        CheckpointError: not such a folder, a checkpoint that is quantised already or has nothing to
+            quantise, a damaged file, or a target that holds something else.
     """
-    shards = sorted(source.glob("*.safetensors"))
+    shards = _shards_of(source)
     if engine not in ENGINES:
         raise CheckpointError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if not shards or not (source / "config.json").is_file():
@@ -93,7 +97,13 @@ def convert(
     headers = {shard.name: read_header(shard) for shard in shards}
     _refuse_missing(source, {stored.name for header in headers.values() for stored in header})
     transposed = _transposed(stored for header in headers.values() for stored in header)
-    plans = {name: _plan(header, engine, keep, transposed) for name, header in headers.items()}
+    plans = {
+        name: _plan(header, engine, keep, transposed, config) for name, header in headers.items()
+    }
+    if not any(len(made) > 1 for tensors, _ in plans.values() for _, made in tensors):
+        why_each = Counter(why for _, each in plans.values() for why in each.values())
+        tally = ", ".join(f"{why} ({count})" for why, count in why_each.most_common())
+        raise CheckpointError(f"{source} has no weight to quantise: each is {tally}")
     _claim(target, shards, engine, keep)
 
     weight_map: dict[str, str] = {}
@@ -130,6 +140,16 @@ def convert(
         _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
     (target / _STATE).unlink()
     return Written(quantised, kept, before, after)
+
+
+def _shards_of(source: Path) -> list[Path]:
+    """The files that hold the checkpoint: others beside them may hold it once more, in the names of
+    whoever trained it."""
+    found = sorted(source.glob("*.safetensors"))
+    if (source / _INDEX).is_file():
+        named = set((_object_in(source / _INDEX).get("weight_map") or {}).values())
+        return [shard for shard in found if shard.name in named]
+    return [shard for shard in found if shard.name == _SINGLE] or found
 
 
 def _object_in(path: Path) -> dict[str, Any]:
@@ -211,7 +231,11 @@ def _module_of(name: str) -> str:
 
 
 def _plan(
-    tensors: Iterable[Stored], engine: str, keep: Sequence[str], transposed: set[str]
+    tensors: Iterable[Stored],
+    engine: str,
+    keep: Sequence[str],
+    transposed: set[str],
+    config: dict[str, Any],
 ) -> tuple[_Plan, dict[str, str]]:
     """What becomes of each tensor of a shard, and why some stay as they are."""
     plan, kept, at = [], {}, 0
@@ -219,7 +243,7 @@ def _plan(
         shape = stored.shape
         if stored.name in transposed:
             shape = (shape[0], shape[2], shape[1])
-        reason = _why_kept(stored, shape, keep)
+        reason = _why_kept(stored, shape, keep, config)
         if not reason and stored.name in transposed and engine != "transformers":
             reason = "experts with K ahead of N, as transformers alone loads them"
         made = [(stored.name, stored.dtype, stored.shape)]
@@ -242,7 +266,9 @@ def _plan(
     return plan, kept
 
 
-def _why_kept(stored: Stored, shape: tuple[int, ...], keep: Sequence[str]) -> str:
+def _why_kept(
+    stored: Stored, shape: tuple[int, ...], keep: Sequence[str], config: dict[str, Any]
+) -> str:
     """Why a tensor stays as it is; nothing if it is quantised, in this shape."""
     module, _, last = stored.name.rpartition(".")
     if len(stored.shape) < 2:
@@ -253,15 +279,27 @@ def _why_kept(stored: Stored, shape: tuple[int, ...], keep: Sequence[str]) -> st
     if stored.dtype not in _FLOATS:
         return f"of dtype {stored.dtype}"
     name = module.rpartition(".")[2]
-    if "embed" in name or name in ("wte", "wpe"):
+    if "embed" in name or name in ("wte", "wpe", "shared") or name.endswith("attention_bias"):
         return "an embedding"
     if name in ("lm_head", "output", "score"):
         return "the output head"
+    if not is_stacked and shape[0] == _of_text(config, "vocab_size"):
+        return "as long as the vocabulary"
     if any(fnmatch(module, pattern) for pattern in keep):
         return "named by --keep"
     if is_router(module):
         return "a router"
+    if name in _K_FIRST and config.get("model_type") in _WITH_K_FIRST:
+        return "a weight with K ahead of N, which no engine loads quantised"
+    if module.endswith("DenseReluDense.wo"):
+        return "a layer that transformers keeps in fp32"
     return why_not("", shape)
+
+
+def _of_text(config: dict[str, Any], name: str) -> Any:
+    """What a configuration says of the model of language, which may be a part of the whole."""
+    text = config.get("text_config")
+    return config.get(name, text.get(name) if isinstance(text, dict) else None)
 
 
 def _write_shard(

@@ -17,7 +17,21 @@ SCALE = "_scale_inv"
 """What the name of a weight's scales ends in, as SGLang and transformers have it."""
 
 
-class MxLinear(nn.Module):
+class _OfPayloads(nn.Module):
+    """A module whose payloads stay e4m3 where its other tensors are given another dtype."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def applied(tensor: Tensor) -> Tensor:
+            if tensor.dtype != torch.float8_e4m3fn:
+                made: Tensor = fn(tensor)
+                return made
+            payload: Tensor = fn(tensor.view(torch.uint8)).view(tensor.dtype)
+            return payload
+
+        return super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
+
+
+class MxLinear(_OfPayloads):
     """A linear layer: ``weight`` float8_e4m3fn ``[N, K]``, ``weight_scale_inv`` uint8
     ``[N, K // 32]`` and perhaps ``bias``. Activations are quantised on the way.
 
@@ -63,7 +77,7 @@ class MxLinear(nn.Module):
         return out
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.together is not None:
             self.together[0].put_together()
         return self
@@ -109,7 +123,7 @@ class Gate:
         }
 
 
-class MxExperts(nn.Module):
+class MxExperts(_OfPayloads):
     """The experts of a layer: ``gate_up_proj`` float8_e4m3fn ``[E, 2 * I, H]``, ``down_proj``
     ``[E, H, I]``, their scales and perhaps biases.
 

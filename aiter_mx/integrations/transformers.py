@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -47,8 +48,8 @@ class AiterMxConfig(QuantizationConfigMixin):
 
     Args:
         modules_to_not_convert: names, ends of names or patterns of modules that stay as they are;
-            by default the output head and what shares its weights. Routers, and layers whose K is
-            no multiple of 32, stay in any case.
+            by default the output head. Routers, modules that share their weights with others, and
+            layers whose K is no multiple of 32 stay in any case.
         others: what a saved configuration has besides, which is passed over.
     """
 
@@ -87,10 +88,19 @@ class AiterMxQuantizer(HfQuantizer):
             self.quantization_config.modules_to_not_convert,
             getattr(model, "_keep_in_fp32_modules", None),
         )
+        tied = {
+            key.removesuffix(".weight")
+            for pair in getattr(model, "all_tied_weights_keys", {}).items()
+            for key in pair
+        }
         self.transposed: set[str] = set()
         kept = {}
         for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
+            if isinstance(module, MxExperts):
+                continue
+            if isinstance(module, nn.Linear) and name in tied:
+                reason = "shares its weight with another module"
+            elif isinstance(module, nn.Linear):
                 reason = _convert_linear(model, name, module, skip)
             elif name.endswith("experts") and hasattr(module, "down_proj"):
                 reason = self._convert_experts(model, name, module, skip)
@@ -138,7 +148,8 @@ class AiterMxQuantizer(HfQuantizer):
         conversions = getattr(model, "_weight_conversions", None)
         if conversions and not self.pre_quantized and hasattr(HfQuantizer, "serialized_names"):
             # Saving reverses what loading did, and loading saw no scales.
-            model._weight_conversions = self.update_weight_conversions(conversions, model)
+            without = [each for each in conversions if not _is_of_scales(each)]
+            model._weight_conversions = self.update_weight_conversions(without, model)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -159,6 +170,9 @@ class AiterMxQuantizer(HfQuantizer):
 def quantize_model(model: nn.Module, config: AiterMxConfig | None = None) -> dict[str, str]:
     """Put MX-FP8 layers into a model that has its weights, layer by layer and in place.
 
+    ``model.config`` names the quantisation from then on, so that ``from_pretrained`` loads what
+    ``save_pretrained`` writes. Layers that are MX-FP8 already stay so.
+
     Args:
         model: one of transformers', on any device.
         config: which layers stay as they are.
@@ -168,10 +182,10 @@ def quantize_model(model: nn.Module, config: AiterMxConfig | None = None) -> dic
     """
     quantizer = AiterMxQuantizer(config or AiterMxConfig(), pre_quantized=False)
     before = dict(model.named_modules())
-    quantizer._process_model_before_weight_loading(model)
+    quantizer.preprocess_model(model)
     convert = _Quantize(quantizer).convert
     for name, module in model.named_modules():
-        if not isinstance(module, (MxLinear, MxExperts)):
+        if not isinstance(module, (MxLinear, MxExperts)) or module is before[name]:
             continue
         for of, weight in before.pop(name).named_parameters(recurse=False):
             made = {of: weight.detach()}
@@ -179,8 +193,17 @@ def quantize_model(model: nn.Module, config: AiterMxConfig | None = None) -> dic
                 made = convert({f"{name}.{of}": weight.detach()})
             for key, value in made.items():
                 setattr(module, key.rpartition(".")[2], frozen(value))
-    quantizer._process_model_after_weight_loading(model)
+    if getattr(model, "_weight_conversions", None) is None:  # nobody loaded it: as saving would do
+        found: Any = get_model_conversion_mapping(model, add_legacy=False)
+        found = [each for each in found if type(each).__name__ != "PrefixChange"]
+        model._weight_conversions = found
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
     return quantizer.kept
+
+
+def _is_of_scales(conversion: Any) -> bool:
+    return any(name.endswith(SCALE) for name in getattr(conversion, "source_patterns", ()))
 
 
 def _expect_unquantised(module: nn.Module) -> None:

@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import aiter_mx
 from aiter_mx.cli.main import app
@@ -104,6 +113,72 @@ def test_transformers_loads_what_was_converted(source: Path, tmp_path: Path) -> 
     convert(source, tmp_path / "out", "transformers")
     converted, quantised = load(tmp_path / "out", quantised=False), load(source)
     assert torch.equal(converted(IDS).logits, quantised(IDS).logits)
+
+
+@torch.no_grad()
+def test_transformers_loads_a_model_whose_head_is_its_embeddings(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    done = convert(tmp_path / "plain", tmp_path / "out", "transformers")
+    assert len(done.quantised) == 14
+    expected = plain(IDS).logits
+    found = load(tmp_path / "out", quantised=False)(IDS).logits
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+@torch.no_grad()
+def test_embeddings_of_other_names_and_what_stays_in_fp32_are_left(tmp_path: Path) -> None:
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 32}
+    plain = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=128)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    done = convert(tmp_path / "plain", tmp_path / "out", "transformers")
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    assert done.kept["shared.weight"] == "an embedding"
+    assert done.kept[f"{attention}.relative_attention_bias.weight"] == "an embedding"
+    assert f"{attention}.q.weight" in done.quantised
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    expected = plain(IDS, decoder_input_ids=IDS).logits
+    found = model(IDS, decoder_input_ids=IDS).logits
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("where", [{"vocab_size": 96}, {"text_config": {"vocab_size": 96}}])
+def test_a_weight_as_long_as_the_vocabulary_stays(where: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(where))
+    weights = {"tokens.weight": torch.randn(96, 64), "up_proj.weight": torch.randn(32, 64)}
+    save_file(weights, source / "model.safetensors")
+    done = convert(source, tmp_path / "out", "vllm")
+    assert done.quantised == ["up_proj.weight"]
+    assert done.kept == {"tokens.weight": "as long as the vocabulary"}
+
+
+def test_weights_with_k_ahead_of_n_stay_and_nothing_to_quantise_is_said(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=128)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "plain")
+    message = r"no weight to quantise: each is a vector \(\d+\), a weight with K ahead of N.* \(4\)"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "plain", tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_files_that_hold_the_checkpoint_once_more_are_left(
+    is_sharded: bool, source: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    if is_sharded:
+        shutil.copytree(source, plain)
+    else:
+        saved("llama", plain)
+    expected = convert(plain, tmp_path / "expected", "vllm")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.randn(32, 64)}, plain / "consolidated.safetensors"
+    )
+    assert convert(plain, tmp_path / "out", "vllm") == expected
+    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
 
 
 @torch.no_grad()

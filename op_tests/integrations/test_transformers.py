@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=dtype)
     with torch.no_grad():
         for tensor in model.parameters():  # biases of 0 would not show that they are lost
             if not tensor.any():
@@ -117,6 +118,53 @@ def test_model_that_has_its_weights_becomes_the_one_that_is_loaded_quantised(
     for key, tensor in expected.items():
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
     assert torch.equal(model(IDS).logits, loaded(IDS).logits)
+
+
+@torch.no_grad()
+def test_model_that_was_quantised_in_place_is_saved_and_quantised_once(
+    name: str, tmp_path: Path
+) -> None:
+    model = saved(name, tmp_path / "plain")
+    quantize_model(model, AiterMxConfig(modules_to_not_convert=["lm_head", "layers.1.self_attn"]))
+    first = model(IDS).logits
+    assert not any("experts" in name for name in quantize_model(model))
+    assert isinstance(model.model.layers[1].self_attn.q_proj, MxLinear)
+    second = model(IDS).logits
+    assert (second - first).norm() < 0.1 * first.norm()
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", quantised=False)
+    assert torch.equal(again(IDS).logits, second)
+
+
+@torch.no_grad()
+def test_payloads_stay_when_a_model_is_given_another_dtype(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    model = load(tmp_path)
+    payloads = {n: p.clone() for n, p in model.named_parameters() if p.dtype.itemsize == 1}
+    expected = model(IDS).logits
+    found = model.to(torch.float32)(IDS).logits
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    for at, payload in payloads.items():
+        now = model.get_parameter(at)
+        assert now.dtype == payload.dtype
+        assert torch.equal(now.view(torch.uint8), payload.view(torch.uint8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("listed", [None, [], ["layers.1"]], ids=str)
+def test_head_that_shares_the_embeddings_stays_whatever_is_listed(
+    listed: list[str] | None, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    plain.save_pretrained(tmp_path)
+    made = AiterMxConfig(modules_to_not_convert=listed)
+    model = load(tmp_path, False, quantization_config=made)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    expected = plain(IDS).logits
+    assert (model(IDS).logits - expected).norm() < 0.1 * expected.norm()
 
 
 @torch.no_grad()
