@@ -25,7 +25,7 @@ from aiter_mx.timing import GraphedCalls
 from op_tests.bench import expert_layers, gpus
 from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.expert_layers import LAYERS, Cell, Sizes, make_cell
-from op_tests.bench.moe import make_layer
+from op_tests.bench.layers import make_layer
 
 ROWS = (1, 8, 64, 256, 1024, 4096)
 PARTS = ("first", "second")

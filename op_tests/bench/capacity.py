@@ -22,7 +22,7 @@ from torch import Tensor
 import aiter_mx
 from aiter_mx.timing import GraphedCalls
 from op_tests.bench.common import alternated_us, refuse_no_gpu, report
-from op_tests.bench.moe import MOST_CALLS, Layer, make_layer, route_tokens
+from op_tests.bench.layers import MOST_CALLS, Layer, make_layer, route_tokens
 
 WINDOW_MS = 300.0
 Call = Callable[[], Tensor]

@@ -34,7 +34,7 @@ from aiter_mx.workloads.models import model_of
 from op_tests.bench import every_m
 from op_tests.bench.common import DEVICE, Saved, alternated_us, graph_us, saved_on_gpu
 from op_tests.bench.gpus import spread
-from op_tests.bench.moe import MOST_CALLS, Layer, is_few, make_layer, route_tokens
+from op_tests.bench.layers import MOST_CALLS, Layer, is_few, make_layer, route_tokens
 
 ROWS = (1, 8, 64, 256, 1024, 2048, 4096, 8192, 32768)
 CELL = ("M", "layer", "routing")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx.timing import copies_to_stay_cold, random_mx
-from op_tests.bench.common import graph_us, refuse_no_gpu, report
-from op_tests.bench.moe import DEVICE, Layer, make_layer, route_tokens
+from op_tests.bench.common import DEVICE, graph_us, refuse_no_gpu, report
+from op_tests.bench.layers import Layer, make_layer, route_tokens
 
 LINEARS = ((2304, 6144), (6144, 2048), (9216, 6144))
 GROUPS, GROUPED = 8, (4096, 2048)

@@ -18,7 +18,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
 from aiter_mx.kernels.spec import Config
 from aiter_mx.numerics import dequantize_block_scaled
 from aiter_mx.target import Target, hardware
-from op_tests.bench import common, linear, moe, pictures, training, warmup
+from op_tests.bench import common, layers, linear, moe, pictures, training, warmup
 from op_tests.bench.common import MEASURED, normal_mx
 
 
@@ -125,11 +125,12 @@ def test_triton_gets_its_best_tile_in_its_best_block(monkeypatch: pytest.MonkeyP
     def size(config: Config) -> int:
         return config["BLOCK_N"] * config["BLOCK_K"]
 
-    monkeypatch.setattr(moe, "DEVICE", torch.device("cpu"))
+    for module in (layers, moe):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(moe, "target_of", lambda _: hardware("sm_90a"))
     monkeypatch.setattr(moe, "graph_us", clock)
     torch.manual_seed(0)
-    layer = moe.make_layer(4, 2, 128, 64)
+    layer = layers.make_layer(4, 2, 128, 64)
     assert layer.w1[0].shape == (4, 128, 128) and layer.dense[0].shape == (4, 128, 128)
     rows = {row["part"]: row for row in moe.bench(layer, 5, "uniform", lambda tensors: 1.0)}
     assert list(rows) == list(moe.PARTS)

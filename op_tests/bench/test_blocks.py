@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from aiter_mx.target import hardware
-from op_tests.bench import blocks, expert_layers, moe
+from op_tests.bench import blocks, expert_layers, layers
 from op_tests.bench.expert_layers import Sizes
 
 
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> expert_layers.Cell:
-    monkeypatch.setattr(moe, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(layers, "DEVICE", torch.device("cpu"))
     torch.manual_seed(0)
     sizes = Sizes(6, 6, 2, 64, 32)
-    layer = moe.make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
+    layer = layers.make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
     return expert_layers.make_cell(sizes, layer, 9, "skewed")
 
 
@@ -45,7 +45,7 @@ def test_a_cell_names_the_kernels_of_both(
 
 
 def test_cells_that_are_done_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "DEVICE", cpu := torch.device("cpu"))
+    monkeypatch.setattr(layers, "DEVICE", cpu := torch.device("cpu"))
     monkeypatch.setattr(blocks, "LAYERS", {"a": Sizes(6, 6, 2, 64, 32)})
     monkeypatch.setattr(blocks, "GraphedCalls", list)
     monkeypatch.setattr(blocks, "alternated_us", lambda graphs, _: dict.fromkeys(graphs, 2.0))

@@ -13,7 +13,7 @@ import torch
 
 import aiter_mx
 from aiter_mx.target import hardware
-from op_tests.bench import expert_layers, moe
+from op_tests.bench import expert_layers, layers
 from op_tests.bench.common import Saved
 from op_tests.bench.expert_layers import LAYERS, Sizes
 from op_tests.interpreted import assert_passes_in_the_interpreter
@@ -23,15 +23,15 @@ SIZES = {"all here": Sizes(6, 6, 2, 64, 32), "some elsewhere": Sizes(3, 8, 2, 64
 
 
 def cell_of(sizes: Sizes, M: int) -> expert_layers.Cell:
-    moe.DEVICE = CPU
+    layers.DEVICE = CPU
     torch.manual_seed(0)
-    layer = moe.make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
+    layer = layers.make_layer(sizes.E, sizes.top_k, sizes.H, sizes.intermediate)
     return expert_layers.make_cell(sizes, layer, M, "skewed")
 
 
 @pytest.fixture
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sizes:
-    monkeypatch.setattr(moe, "DEVICE", CPU)  # and back, after cell_of
+    monkeypatch.setattr(layers, "DEVICE", CPU)  # and back, after cell_of
     return SIZES[request.param]
 
 
@@ -76,7 +76,7 @@ def test_few_tokens_have_one_routing_and_what_is_saved_is_not_measured_again(
     monkeypatch.setattr(expert_layers, "target_of", lambda _: hardware("sm_90a"))
     saved, found = Saved(path, expert_layers.CELL, facts), {"ours_us": 10.0, "bf16_us": 15.0}
     found |= {"gemms_us": 12.0, "launches_us": 8.0, "difference": 0.04}
-    monkeypatch.setattr(moe, "DEVICE", CPU)
+    monkeypatch.setattr(layers, "DEVICE", CPU)
     cell = cell_of(SIZES["some elsewhere"], 64)
     row = expert_layers.row_of("qwen3-30b-a3b", cell, "uniform", found)
     assert (row["over_bf16"], row["over_gemms"], row["over_launches"]) == (1.5, 1.2, 1.25)

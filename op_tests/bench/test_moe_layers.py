@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import aiter_mx
-from op_tests.bench import capacity, invariance, moe
-from op_tests.bench.moe import Layer
+from op_tests.bench import capacity, invariance, layers
+from op_tests.bench.layers import Layer
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> Layer:
-    monkeypatch.setattr(moe, "DEVICE", CPU)
+    monkeypatch.setattr(layers, "DEVICE", CPU)
     torch.manual_seed(0)
-    return moe.make_layer(6, 2, 64, 32)
+    return layers.make_layer(6, 2, 64, 32)
 
 
 @pytest.fixture(params=["cpu", "sim"])
@@ -30,7 +30,7 @@ def _computed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_computed")
 def test_layers_with_room_give_the_bits_of_those_without(layer: Layer) -> None:
-    (experts,) = moe.route_tokens(layer.E, layer.top_k, 5, "uniform", 1)
+    (experts,) = layers.route_tokens(layer.E, layer.top_k, 5, "uniform", 1)
     found = {name: call() for name, call in capacity.calls_of(layer, experts, 4).items()}
     assert found["num_tokens"].shape == (20, 64)
     assert torch.equal(found["num_tokens"][:5], found["fused_moe"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aiter_mx
-from op_tests.bench import moe, values
+from op_tests.bench import layers, values
 from op_tests.bench.common import normal_mx
 from op_tests.bench.expert_layers import Sizes
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "DEVICE", CPU)
+    monkeypatch.setattr(layers, "DEVICE", CPU)
     monkeypatch.setattr(values, "copies_to_stay_cold", lambda size: 2)
     monkeypatch.setattr(values, "LAYERS", {values.LAYER: Sizes(6, 6, 2, 64, 64)})
     torch.manual_seed(0)

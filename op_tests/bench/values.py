@@ -25,7 +25,7 @@ from aiter_mx.timing import GraphedCalls, copies_to_stay_cold
 from op_tests.bench import gpus
 from op_tests.bench.common import DEVICE, alternated_us, normal_mx, saved_on_gpu
 from op_tests.bench.expert_layers import LAYERS
-from op_tests.bench.moe import make_layer, route_tokens
+from op_tests.bench.layers import make_layer, route_tokens
 from op_tests.mx_reference import assert_close_to_reference
 
 KINDS = ("not a number", "infinity", "2^-127", "2^127")
