@@ -239,7 +239,7 @@ def is_test(found: str) -> bool:
 def compiled(mistake: Mistake) -> str:
     """Why a mistake does not compile for Hopper, or nothing."""
     from aiter_mx.launch import module_request
-    from op_tests.jit.test_sm90 import SM90, launches
+    from op_tests.jit.launches_sm90 import SM90, launches
 
     csrc = sources(mistake.name, mistake)
     for module, problem, config in launches().values():

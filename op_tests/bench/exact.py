@@ -21,7 +21,7 @@ from aiter_mx.kernels.promoted_gemm import wgmma_fp8_sm90 as of_128
 from aiter_mx.ops.promoted_gemm import promoted_gemm
 from aiter_mx.timing import copies_to_stay_cold, random_mx, time_graph_us
 from op_tests.bench.common import DEVICE, refuse_no_gpu, report
-from op_tests.dispatch.test_exact_sums import KINDS, draws
+from op_tests.dispatch.products import KINDS, draws
 
 WEIGHTS = ((2304, 6144), (6144, 2048), (9216, 6144), (4096, 4096), (7168, 2048))
 ROWS = (17, 32, 64)

@@ -19,6 +19,7 @@ from aiter_mx.kernels.promoted_gemm import wgmma_fp8_sm90 as of_128
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.ops.promoted_gemm import promoted_gemm
 from aiter_mx.target import hardware, target_of, wants_exact_sums
+from op_tests.dispatch.products import KINDS, draws
 from op_tests.dispatch.rows import write_table
 from op_tests.mx_reference import random_mx
 
@@ -162,40 +163,6 @@ def hopper_sums(a: Tensor, b: Tensor) -> Tensor:
         step = torch.ldexp(torch.ones_like(total), total.frexp().exponent - 1 - 13)
         total = (total / step).trunc() * step
     return total.squeeze(-1)
-
-
-def draws(kind: str, count: int, length: int = 32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(len(kind))
-    magnitudes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-
-    def some(low: int, high: int) -> Tensor:
-        picked = torch.randint(low, high, (count, length), generator=generator)
-        signs = torch.randint(0, 2, picked.shape, generator=generator) * 2 - 1
-        return magnitudes[picked] * signs
-
-    a, b = some(1, 127), some(1, 127)
-    if kind == "positive":
-        return a.abs(), b.abs()
-    if kind == "cancelling":
-        half = length // 2
-        a[:, half:], b[:, half:] = a[:, :half], -b[:, :half]
-        b[:, -1] = 0
-        return a, b
-    if kind == "outlier":  # as small as still matters beside one product that is a power of two
-        exponent = torch.randint(7, 9, (count, 2), generator=generator)
-        low = 8 * torch.randint(3, 6, (1,), generator=generator).item()
-        a, b = some(int(low), int(low) + 16).abs(), some(8, 40).abs()
-        a[:, 0], b[:, 0] = 2.0 ** exponent[:, 0], 2.0 ** exponent[:, 1]
-        return a, b
-    if kind == "worst":  # products just under 2^-13 of the first one, all of one sign
-        a, b = torch.full((2, count, length), 1.375 / 8, dtype=torch.float64)
-        a[:, 0] = b[:, 0] = 16.0
-        power = 2.0 ** torch.randint(-2, 4, (count, 1), generator=generator)
-        return a * power, b / power
-    return a, b
-
-
-KINDS = ("random", "positive", "cancelling", "outlier", "worst")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,38 +10,9 @@ import pytest
 
 from aiter_mx.jit import build as builds
 from aiter_mx.jit.build import BuildRequest, build, csrc_dir
-from aiter_mx.kernels.group_runs import GroupRunsProblem
-from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
-from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
-from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
-from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
-from aiter_mx.kernels.moe_align import MoeAlignProblem
-from aiter_mx.kernels.moe_combine import MoeCombineProblem
-from aiter_mx.kernels.moe_gemm import MoeGemmProblem
-from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
-from aiter_mx.kernels.quantize import QuantizeProblem
-from aiter_mx.kernels.registry import kernels_of, ops
-from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
-from aiter_mx.kernels.spec import Config, Module, Problem
 from aiter_mx.launch import module_request
-from aiter_mx.target import hardware
+from op_tests.jit.launches_sm90 import SM90, launches
 
-SM90 = hardware("sm_90a")
-# What each kernel has of an op is tried with the first of these that it takes.
-PROBLEMS: dict[str, list[Problem]] = {
-    "group_runs": [GroupRunsProblem(8192, 4096, 8)],
-    "grouped_gemm": [GroupedGemmProblem(8192, 4096, 2048, 8)],
-    "grouped_wgrad": [GroupedWgradProblem(8192, 4096, 2048, 8)],
-    "linear": [LinearProblem(M, 2304, 6144) for M in (1, 8, 64, 512, 4096)],
-    "moe_align": [MoeAlignProblem(8, 4, 128, 16, x_dtype="bf16", K=6144)],
-    "moe_combine": [MoeCombineProblem(8, 6144, 4, 128)],
-    "moe_gemm": [MoeGemmProblem(M, 1536, 6144, 128, 4, 32, "mxfp8", "silu") for M in (16, 512)],
-    "promoted_gemm": [PromotedGemmProblem(8192, 4096, 2048, 8)],
-    "rmsnorm_quantize": [RMSNormQuantizeProblem(8, 6144, N2=512, residual=1)],
-    "quantize": [QuantizeProblem(64, 64), QuantizeProblem(8192, 8192, "bf16", "both")],
-}
 MOST_STACK = {  # bytes of a thread
     "grouped/persistent_sm90.cu": 8,
     "grouped/persistent_sm90.cu of moe_gemm": 32,  # six words of a tile, none of its loop
@@ -61,42 +32,6 @@ extern "C" __global__ void aiter_mx_asks(int* answer) {
         answer[threadIdx.x] = any;
 }
 """
-
-
-def launches() -> dict[str, tuple[Module, Problem, Config]]:
-    """One variant of each source that a kernel of ours has for Hopper."""
-    found: dict[str, tuple[Module, Problem, Config]] = {}
-    for op in ops():
-        for kernel in kernels_of(op):
-            if kernel.backend != "hip" or not kernel.is_for("sm_90a"):
-                continue
-            taken = [p for p in PROBLEMS[op] if kernel.refusal(SM90, p) is None]
-            assert taken, f"say in PROBLEMS what {op}/{kernel.name} is tried with"
-            config = kernel.configure(SM90, taken[0])
-            around = kernel.composed.around(taken[0]) if kernel.composed else ()
-            for module in (*kernel.modules, *around):
-                name = module.sources["sm_90a"]
-                defines = module.defines(SM90, taken[0], config)
-                if name in found and {"MX_WGRAD", "MX_ROUTED"} & set(defines):
-                    name += f" of {op}"
-                found.setdefault(name, (module, taken[0], config))
-    shared, module = LinearProblem(8, 1536, 6144, pdl=True), WGMMA_FP8.module
-    assert module is not None
-    config = WGMMA_FP8.configure(SM90, shared)
-    assert config["per_sm"] > 1
-    found["linear/wgmma_fp8_sm90.cu of several on an SM"] = (module, shared, config)
-    tiled, module = LinearProblem(300, 2304, 3072), WGMMA_FP8_TILED.module
-    assert module is not None
-    for config in WGMMA_FP8_TILED.candidates(SM90, tiled):
-        name = "linear/wgmma_fp8_sm90.cu in tiles " + "x".join(map(str, config.values()))
-        found[name] = (module, tiled, config)
-    # CTAs of which one warpgroup multiplies and stores what it comes to.
-    narrow, module = LinearProblem(65, 2304, 6144), WGMMA_BF16.module
-    assert module is not None
-    for pairs in (0, 66):
-        config = {"tile_m": 96, "tile_n": 64, "split": 1, "pairs": pairs}
-        found[f"linear/wgmma_bf16_sm90.cu of {pairs} pairs"] = (module, narrow, config)
-    return found
 
 
 def sections(image: bytes, prefix: bytes) -> Iterator[tuple[int, int]]:
