@@ -8,6 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
@@ -25,7 +28,6 @@ from aiter_mx.kernels.linear.problem import (
 from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
     GROUPS,
     MOST_COLUMNS,
-    MOST_GROUPS,
     PARAMS,
     TWO_A_M,
     Layout,
@@ -115,25 +117,22 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     """A model of what a call takes beyond its start: see ``FITTED``."""
     fitted = _fitted(problem)
     between = fitted.between_passes
-    for bound, split in sorted(_bounds(target, problem, fitted)):
+    for bound, tile in _bounds(target, problem, fitted):
         if bound > least.cost:
             break
-        for bound, groups in sorted(_bounds_of_groups(target, problem, fitted, split, least)):
-            if bound > least.cost:
+        found = layout_of(target, problem, *tile)
+        if found is None:
+            continue
+        of_pass = cycles_of_pass(fitted, found, *tile)
+        if found.passes * of_pass > least.cost:
+            continue
+        for depth in PARAMS[3].values:
+            under_way = min(depth, found.stages) * found.stage_bytes
+            once = of_pass + fitted.off * abs(under_way - fitted.under_way_bytes)
+            cycles = found.passes * (once + between) - between
+            yield cycles, (), (*tile, depth, 1)
+            if depth >= found.stages:  # deeper ones are the same
                 break
-            found = layout_of(target, problem, split, *groups)
-            if found is None:
-                continue
-            of_pass = cycles_of_pass(fitted, found, split, *groups)
-            if found.passes * of_pass > least.cost:
-                continue
-            for depth in PARAMS[3].values:
-                under_way = min(depth, found.stages) * found.stage_bytes
-                once = of_pass + fitted.off * abs(under_way - fitted.under_way_bytes)
-                cycles = found.passes * (once + between) - between
-                yield cycles, (), (split, *groups, depth, 1)
-                if depth >= found.stages:  # deeper ones are the same
-                    break
     if problem.pdl and problem.M <= _MOST_SHARED_M:
         yield from _shared_costs(target, problem)
 
@@ -159,60 +158,77 @@ def _shared_costs(target: Target, problem: LinearProblem) -> Iterator[Costed]:
         yield cycles, (), (split, row_groups, k_groups, depth, per_sm)
 
 
+class _Grid(NamedTuple):
+    """Clusters of each size with each number of warpgroups, and what does not depend on N, K and
+    most of M, in arrays.
+
+    Attributes:
+        tiles: the values of ``split``, ``row_groups`` and ``k_groups``.
+        split, k_groups: of them.
+        clusters: that run at once.
+        rows: of w that a pass has at most where w is wgmma's A.
+        w_groups: warpgroups side by side along w where x is A; next to none where x takes all.
+        blocks: of all warpgroups, in a turn along K.
+        a_group: cycles of a block beside its columns.
+        of_pass, of_sums: of an exchange, and of it for each sum of a warpgroup along K.
+    """
+
+    tiles: list[tuple[int, int, int]]
+    split: Any
+    k_groups: Any
+    clusters: Any
+    rows: Any
+    w_groups: Any
+    blocks: Any
+    a_group: Any
+    of_pass: Any
+    of_sums: Any
+
+
+@lru_cache(maxsize=64)
+def _grid(target: Target, fitted: WgmmaFp8, groups_of_x: int) -> _Grid:
+    tiles = [(split, *groups) for split in PARAMS[0].values for groups in GROUPS]
+    split, row_groups, k_groups = np.array(tiles, float).T.copy()
+    of_pass, of_sum = (
+        np.array([_exchange_cycles(fitted, of, sums) for of, *_ in tiles]) for sums in (0, 1)
+    )
+    return _Grid(
+        tiles,
+        split,
+        k_groups,
+        np.array([most_clusters(target, of) for of, *_ in tiles], float),
+        GROUP_ROWS * row_groups,
+        np.maximum(row_groups // groups_of_x, 1e-9),
+        4 * k_groups * row_groups,
+        fitted.block + fitted.sharing / (row_groups * k_groups),
+        of_pass,
+        (of_sum - of_pass) * k_groups,
+    )
+
+
 def _bounds(
     target: Target, problem: LinearProblem, fitted: WgmmaFp8
-) -> Iterator[tuple[float, int]]:
-    """What clusters of each size take at least: their work without padding of w."""
-    N, all_chunks, (rows_b, rows_m) = problem.N, chunks_of(problem), _least_rows(problem)
-    a_group, column = fitted.block + fitted.sharing / MOST_GROUPS, fitted.column
-    a_row_group, of_x = a_group + column * rows_b, groups_of_x(problem)
-    for split in PARAMS[0].values:
-        chunks = -(-all_chunks // split)
-        share = -(-N // most_clusters(target, split))  # of w, in all passes
-        copied = chunks * (rows_m + share) * CHUNK / fitted.bytes_a_cycle
-        w_is_a = -(-share // GROUP_ROWS) * a_row_group
-        x_is_a = (-(-share // MOST_COLUMNS) * a_group + column * share) * of_x
-        both = together(fitted, copied, chunks * 4 * min(w_is_a, x_is_a))
-        yield (both + _exchange_cycles(fitted, split, rows_m * share)) * ROUNDED_OFF, split
-
-
-def _least_rows(problem: LinearProblem) -> tuple[int, int]:
-    """Of x, with padding, where it is wgmma's B, and the fewer of these and of those of A."""
+) -> list[tuple[float, tuple[int, int, int]]]:
+    """What clusters of each size take at least, by their warpgroups, the least first: their work
+    without padding of w."""
+    of, power = _grid(target, fitted, groups_of_x(problem)), fitted.together
     rows_b = rows_m_of(problem, False)
-    return rows_b, min(rows_b, rows_m_of(problem, True))
-
-
-def _bounds_of_groups(
-    target: Target, problem: LinearProblem, fitted: WgmmaFp8, split: int, least: Least
-) -> Iterator[tuple[float, tuple[int, int]]]:
-    """Likewise of clusters of one size, by their warpgroups."""
-    chunks, of_x, (rows_b, rows_m) = (
-        *(-(-chunks_of(problem) // split), groups_of_x(problem)),
-        _least_rows(problem),
-    )
-    share = -(-problem.N // most_clusters(target, split))
-    most_passes, power = passes_of(problem)[-1], fitted.together
-    of_chunk = chunks * CHUNK / fitted.bytes_a_cycle
-    block, of_row, of_share = fitted.block, fitted.column * rows_b, fitted.column * share
-    of_pass = _exchange_cycles(fitted, split, 0)
-    of_sums = _exchange_cycles(fitted, split, rows_m * share) - of_pass
-    for groups in GROUPS:
-        row_groups, k_groups = groups
-        a_group, w_groups = block + fitted.sharing / (row_groups * k_groups), row_groups // of_x
-        passes = -(-share // (GROUP_ROWS * row_groups))
-        cycles = passes * (of_row + a_group)
-        if w_groups:
-            of_x_as_a = -(-share // (MOST_COLUMNS * w_groups))
-            cycles = min(cycles, of_x_as_a * a_group + of_share / w_groups)
-            passes = min(passes, of_x_as_a)
-        if passes > most_passes:
-            continue
-        computed = -(-chunks // k_groups) * k_groups * row_groups * 4 * cycles
-        exchanged = passes * of_pass + k_groups * of_sums
-        if (computed + exchanged) * ROUNDED_OFF <= least.cost:
-            copied = of_chunk * (passes * rows_m + share)
-            both = (copied**power + computed**power) ** (1 / power)
-            yield (both + exchanged) * ROUNDED_OFF, groups
+    rows_m = min(rows_b, rows_m_of(problem, True))
+    share = np.ceil(problem.N / of.clusters)  # of w, in all passes
+    chunks = np.ceil(chunks_of(problem) / of.split)
+    passes_b = np.ceil(share / of.rows)
+    passes_a = np.ceil(share / (MOST_COLUMNS * of.w_groups))
+    w_is_a = passes_b * (of.a_group + fitted.column * rows_b)
+    x_is_a = passes_a * of.a_group + fitted.column * share / of.w_groups
+    computed = np.ceil(chunks / of.k_groups) * of.blocks * np.minimum(w_is_a, x_is_a)
+    passes = np.minimum(passes_a, passes_b)
+    copied = chunks * (passes * rows_m + share) * (CHUNK / fitted.bytes_a_cycle)
+    exchanged = passes * of.of_pass + of.of_sums * (rows_m * share)
+    bounds = (copied**power + computed**power) ** (1 / power) + exchanged
+    bounds[passes > passes_of(problem)[-1]] = inf
+    bounds *= ROUNDED_OFF
+    order = bounds.argsort()
+    return list(zip(bounds[order].tolist(), [of.tiles[at] for at in order.tolist()], strict=True))
 
 
 def cycles_of_pass(
