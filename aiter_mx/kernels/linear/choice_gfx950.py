@@ -55,6 +55,9 @@ _ROWS = np.array(sorted({M for each in _EVENLY for M in (each, each + 16) if M >
 blocks and tiles, and with a row more than those."""
 _AMONG_CODES = np.array([M for M in _ROWS if M <= MAX_M])
 _NEVER = 1e6
+LARGEST = Large("persistent", (256, 256))
+"""Nearly every menu has it, and it is the fastest of all for nine of ten problems of many rows:
+these are not to wait for a menu."""
 
 
 class Menu(NamedTuple):
@@ -100,23 +103,26 @@ def menu(target: Target, N: int, K: int) -> Menu:
 
 def _fewest(lost: Array) -> list[int]:
     """Those that lose the least together: one after the other, then each anew beside the others."""
-    chosen, left = list[int](), np.full(lost.shape[1], _NEVER)
-    had = inf
+    chosen, had, left = list[int](), inf, lost
     while len(chosen) < MOST_CODES:
-        at, least = _next(lost, left)
+        at, least = _least(left)
         if had - least <= _WORTH_A_CODE * lost.shape[1]:
             break
         chosen.append(at)
-        left, had = np.minimum(left, lost[at]), least
+        left, had = np.minimum(left, left[at]), least
+    before = np.full(lost.shape[1], _NEVER)  # what is lost beside those ahead in turn, and behind
+    behind = [before]
+    for at in chosen[:0:-1]:
+        behind.append(np.minimum(behind[-1], lost[at]))
     for place in range(len(chosen)):
-        others = chosen[:place] + chosen[place + 1 :]
-        chosen[place], _ = _next(lost, np.minimum.reduce(lost[others], initial=_NEVER))
+        chosen[place], _ = _least(np.minimum(lost, np.minimum(before, behind.pop())))
+        before = np.minimum(before, lost[chosen[place]])
     return chosen
 
 
-def _next(lost: Array, left: Array) -> tuple[int, float]:
-    """What loses the least beside others, and how much is lost then."""
-    sums = np.add.reduce(np.minimum(lost, left), axis=1)
+def _least(lost: Array) -> tuple[int, float]:
+    """Which loses the least, and how much."""
+    sums = np.add.reduce(lost, axis=1)
     at = int(sums.argmin())
     return at, float(sums[at])
 
@@ -125,7 +131,12 @@ def _next(lost: Array, left: Array) -> tuple[int, float]:
 def _fastest(target: Target, M: int, N: int, K: int) -> tuple[str, Config]:
     if M <= BLOCK_M:
         return fastest_of_few(target, M, N, K)
-    problem, (codes, larges) = LinearProblem(M, N, K), menu(target, N, K)
+    problem = LinearProblem(M, N, K)
+    if M > MAX_M:  # no code of mfma is for so many rows
+        _, large = fastest_large(target, LARGE, problem)
+        if large == LARGEST:
+            return large.kernel, config_of_large(target, large, N, K)
+    codes, larges = menu(target, N, K)
     cycles, kernel, config = fastest_of_codes(target, codes, problem)
     least, large = fastest_large(target, larges or (SMALLEST,), problem)
     if cycles < least:

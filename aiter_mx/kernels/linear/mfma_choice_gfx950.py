@@ -330,15 +330,16 @@ class InBlocks(NamedTuple):
 
     Attributes:
         rows: of x.
-        blocks: of them.
-        block_rows: of the largest one.
-        has_tiles: whether that takes the tiles of x that a code object has.
+        of_tile: workgroups that share rows of w: of all blocks, and parts of K.
+        block_rows: of the largest block; infinitely many unless it takes the tiles of x that a code
+            object has.
+        of_w: how long a row of w takes, of which the first block waits for memory.
     """
 
     rows: Array
-    blocks: Array
+    of_tile: Array
     block_rows: Array
-    has_tiles: Array
+    of_w: Array
 
 
 def in_blocks(codes: Codes, rows: Array) -> InBlocks:
@@ -347,32 +348,28 @@ def in_blocks(codes: Codes, rows: Array) -> InBlocks:
     blocks = np.ceil(tiles / codes.col_tiles)
     needed = np.searchsorted(COL_TILES, np.ceil(tiles / blocks))
     has_tiles = (np.array(COL_TILES)[needed] == codes.col_tiles) & (rows <= MAX_M)
-    return InBlocks(
-        rows,
-        blocks,
-        np.ceil(rows / blocks),
-        has_tiles & ((codes.splits == 1) | (rows <= MOST_SHARED_ROWS)),
-    )
+    has_tiles &= (codes.splits == 1) | (rows <= MOST_SHARED_ROWS)
+    block_rows = np.where(has_tiles, np.ceil(rows / blocks), inf)
+    return InBlocks(rows, blocks * codes.splits, block_rows, 1 + _FROM_MEMORY / blocks)
 
 
 def code_cycles(target: Target, codes: Codes, x: InBlocks, N: int, K: int) -> Array:
     """What each takes, with a column for each number of rows of x; infinitely long where it does
     not fit. It is what ``_costs`` has, of all at once."""
     cu_num, a_row = target.cu_num, row_kib(K)
-    of_tile = x.blocks * codes.splits
-    needed = np.ceil(np.ceil(N / (SIDE * codes.row_tiles)) * of_tile / cu_num)
-    tiles = np.minimum(np.floor(needed * cu_num / of_tile), N)
-    of_busiest = np.ceil(tiles * of_tile / cu_num)
-    cycles = np.ceil(N / tiles) * (1 + _FROM_MEMORY / x.blocks) + x.block_rows
+    needed = np.ceil(np.ceil(N / (SIDE * codes.row_tiles)) * x.of_tile / cu_num)
+    tiles = np.minimum(np.floor(needed * cu_num / x.of_tile), N)
+    of_busiest = np.ceil(tiles * x.of_tile / cu_num)
+    cycles = np.ceil(N / tiles) * x.of_w + x.block_rows
     cycles *= of_busiest * (FITTED["lines"] * a_row / codes.splits)
     steps = np.ceil(K / (TILE_K * codes.splits))
     cycles += np.maximum(of_busiest / codes.held, 1) * (
         codes.once + codes.turn * np.ceil(steps / codes.waves)
     )
-    cycles += codes.meeting + (FITTED["launch"] + FITTED["memory"] * N * a_row / cu_num)
-    cycles += x.rows * (FITTED["memory"] * a_row / cu_num)
     has_k = (codes.waves <= steps) & ((codes.splits == 1) | (K > LEAST_SPLIT_K))
-    cycles[~(x.has_tiles & has_k)] = inf
+    meeting = np.where(has_k, codes.meeting, inf)
+    cycles += meeting + (FITTED["launch"] + FITTED["memory"] * N * a_row / cu_num)
+    cycles += x.rows * (FITTED["memory"] * a_row / cu_num)
     return cycles
 
 

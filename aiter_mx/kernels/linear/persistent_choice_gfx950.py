@@ -172,7 +172,7 @@ _SPLIT = Split(*_columns(SPLIT.values()))
 
 def _whole_cycles(target: Target, rows: InRows, tile_n: Any, of: Persistent, N: int, K: int) -> Any:
     rounds_of_tiles = rows.down * -(-N // tile_n) / target.cu_num
-    rounds = np.ceil(rounds_of_tiles)
+    rounds = -(-rounds_of_tiles // 1)
     has_parts = rounds - rounds_of_tiles >= 0.5
     step = of.step + (rounds - 1) * of.further - has_parts * (of.further - of.in_parts)
     step -= rounds * rows.lacking * _OF_ROW
@@ -193,7 +193,7 @@ def _split_cycles(target: Target, rows: InRows, tile_n: Any, of: Split, N: int, 
 def _together(steps: Any, weights: Any) -> Any:
     """Of what goes on at the same time."""
     steps, weights = steps * steps, weights * weights
-    return np.sqrt(np.sqrt(steps * steps + weights * weights))
+    return ((steps * steps + weights * weights) ** 0.5) ** 0.5
 
 
 def last_splits(target: Target, tile: Tile, N: int, K: int) -> int:
@@ -213,7 +213,8 @@ def may_share_last(tile: Tile, K: int) -> bool:
 
 def _last_cycles(whole: Any, left: Any, tile_n: Any, step: Any, K: int, splits: Any) -> Any:
     """With other rows of tiles, which take ``whole``, and so many of x in the last one."""
-    steps = np.ceil(-(-K // 128) / splits)
+    chunks = -(-K // 128)
+    steps = -(-chunks // splits)
     return whole + _OF_LAST + steps * step + left * tile_n * (_OF_SUMS / 256)
 
 

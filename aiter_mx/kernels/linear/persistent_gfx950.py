@@ -17,6 +17,7 @@ from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
     MOST_SPLITS,
     SPLIT,
     fastest_first,
+    last_splits,
     may_share_last,
 )
 from aiter_mx.kernels.linear.problem import LinearProblem
@@ -114,7 +115,7 @@ def _sum_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
 
 
 def _last_refusal(target: Target, problem: LinearProblem) -> str | None:
-    if not fastest_first("persistent_last", target, problem):
+    if not any(last_splits(target, tile, problem.N, problem.K) for tile in LAST):
         return f"no row of tiles of M={problem.M}, N={problem.N}, K={problem.K} is to be shared"
     return _LINEAR.refusal(target, problem)
 
