@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.choice_gfx950 import MOST_CODES, fastest_of, menu
+from aiter_mx.kernels.linear.choice_gfx950 import LARGEST, MOST_CODES, fastest_of, menu
 from aiter_mx.kernels.linear.mfma_choice_gfx950 import (
     FITTED,
     SEARCHES,
@@ -27,7 +27,9 @@ from aiter_mx.kernels.linear.mfma_gfx950 import MAX_K
 from aiter_mx.kernels.linear.mfma_ways_gfx950 import BLOCK_M, way_of
 from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
     LARGE,
+    config_of_large,
     cycles_of,
+    fastest_large,
     in_rows,
     large_cycles,
     worth_of,
@@ -153,6 +155,21 @@ def test_a_call_takes_the_fastest_of_a_menu() -> None:
                 tile = (chosen_config["tile_m"], chosen_config["tile_n"])
                 at = [(large.kernel, large.tile) for large in larges].index((chosen, tile))
                 assert of_large[at] == min(of_large)
+
+
+def test_many_rows_wait_for_no_menu_where_the_largest_tile_is_the_fastest_of_all() -> None:
+    draw, spared = random.Random("many"), 0
+    for target, N, K in _weights("many", 60):
+        problem = LinearProblem(tuned_for(draw.randrange(4097, 32_769)), N, K)
+        menu.cache_clear()
+        kernel, config = fastest_of(target, problem)
+        _, large = fastest_large(target, LARGE, problem)
+        made = menu.cache_info().misses
+        assert made == (large != LARGEST)
+        if not made:
+            spared += 1
+            assert (kernel, config) == (large.kernel, config_of_large(target, large, N, K))
+    assert spared > 20
 
 
 def test_a_menu_loses_little_beside_all_code_objects() -> None:
