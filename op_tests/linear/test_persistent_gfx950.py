@@ -121,6 +121,11 @@ def test_parts_of_a_last_row_have_places_and_two_steps() -> None:
 def test_k_is_shared_where_tiles_are_few_and_deep() -> None:
     assert taken(385, 4096, 14336) == taken(769, 5120, 6400) == "persistent_split"
     assert taken(1024, 4096, 4096) == taken(385, 4096, LEAST_SPLIT_K - 32) == "persistent"
+    # A row more than tiles of 128 rows have room for takes those of 160.
+    for M, N, K in ((384, 5120, 6400), (512, 4096, 3584)):
+        small, large = (fastest_large(GFX950, LARGE, LinearProblem(m, N, K)) for m in (M, M + 1))
+        assert (small[1].tile, large[1].tile) == ((128, 128), (160, 128))
+        assert large[0] < 1.1 * small[0]
     with aiter_mx.simulate("gfx950"):
         chosen = aiter_mx.explain("linear", M=400, N=4064, K=14336)
     assert chosen.kernel == "persistent_split"

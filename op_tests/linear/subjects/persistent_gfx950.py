@@ -16,6 +16,8 @@ from op_tests.linear.subjects.subject import Case, Subject
 _SWEPT = [
     ((128, 128), 4, "bf16", "none"),
     ((128, 128), 1, "fp16", "fp32"),
+    ((160, 128), 4, "bf16", "bf16"),
+    ((160, 128), 1, "fp32", "none"),
     ((160, 256), 2, "fp32", "bf16"),
 ]
 _split = named("tile_m", "tile_n", "splits")
