@@ -53,6 +53,8 @@ _EVENLY = [2**octave * part // 4 for octave in range(6, 15) for part in (4, 5, 6
 _ROWS = np.array(sorted({M for each in _EVENLY for M in (each, each + 16) if M > BLOCK_M}))
 """Numbers of rows that have a say in a menu, as many between each and twice as many: such as fill
 blocks and tiles, and with a row more than those."""
+_SAYS = 1.0 + (_ROWS <= 2 * BLOCK_M) + 2 * (_ROWS == BLOCK_M + 16)
+"""How much: up to 128 there are half as many, of which the first is the next after few rows."""
 _AMONG_CODES = np.array([M for M in _ROWS if M <= MAX_M])
 _NEVER = 1e6
 LARGEST = Large("persistent", (256, 256))
@@ -86,14 +88,14 @@ def menu(target: Target, N: int, K: int) -> Menu:
     costs = np.full((every, len(_ROWS)), inf)
     costs[:first] = large_cycles(target, in_large, N, K) / WORTH
     costs[first:, : len(_AMONG_CODES)] = code_cycles(target, codes, in_codes, N, K)
-    best = np.minimum.reduce(costs)
+    best, says = np.minimum.reduce(costs), _SAYS
     covered = best < inf
     if not covered.all():
-        costs, best = costs[:, covered], best[covered]
+        costs, best, says = costs[:, covered], best[covered], says[covered]
     costs /= best
     (near,) = np.logical_or.reduce(costs < _NEAR_BEST, axis=1).nonzero()
     lost = costs[near] - 1
-    np.minimum(lost * lost, _NEVER, out=lost)
+    np.minimum(lost * lost * says, _NEVER, out=lost)
     chosen = near[_fewest(lost)].tolist()
     return Menu(
         tuple(codes.code(at - first) for at in chosen if at >= first),
