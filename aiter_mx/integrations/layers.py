@@ -91,8 +91,9 @@ class MxLinear(_OfPayloads):
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``aiter_mx.linear`` of x as an engine has it: any rank, bf16, fp16 or fp32, which the result
-    has too."""
+    """``aiter_mx.linear`` of x as an engine has it: any rank and strides, bf16, fp16 or fp32, which
+    the result has too."""
+    x = x.contiguous()
     if x.dtype in (torch.bfloat16, torch.float16):
         return aiter_mx.linear(x, None, weight, scale, bias, x.dtype)
     return aiter_mx.linear(*aiter_mx.quantize(x), weight, scale, bias, x.dtype)

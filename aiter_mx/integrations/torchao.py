@@ -72,12 +72,17 @@ def _quantise_module(module: nn.Module, config: AiterMxConfig) -> nn.Module:
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or weight is None:
         _log.info("aiter_mx leaves a %s as it is", type(module).__name__)
+    elif type(weight.detach()) is not Tensor:
+        kind = type(weight).__name__
+        _log.info("aiter_mx leaves a linear layer as it is whose weight is a %s", kind)
     elif reason := why_not("", tuple(weight.shape)):
         _log.info("aiter_mx leaves a linear layer %s as it is: %s", list(weight.shape), reason)
     else:
         say_once(_log, "Using aiter_mx.linear for linear layers in MX-FP8")
         quantised = AiterMxTensor.of(weight.detach())
         module.weight = nn.Parameter(quantised, requires_grad=False)
+        if module.bias is not None:
+            module.bias.requires_grad_(False)  # nor has the product a gradient for it
     return module
 
 

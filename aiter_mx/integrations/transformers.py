@@ -23,7 +23,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import aiter_mx
-from aiter_mx.integrations.checkpoint import refuse_misfits
+from aiter_mx.integrations.checkpoint import CheckpointError, read_header, refuse_misfits
 from aiter_mx.integrations.layers import (
     SCALE,
     Gate,
@@ -80,9 +80,9 @@ class AiterMxQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **others: Any
     ) -> None:
+        files = [Path(f) for f in checkpoint_files or () if Path(f).suffix == ".safetensors"]
         if self.pre_quantized:
-            files = (Path(file) for file in checkpoint_files or ())
-            refuse_misfits(file for file in files if file.suffix == ".safetensors")
+            refuse_misfits(files)
         skip = self.get_modules_to_not_convert(
             model,
             self.quantization_config.modules_to_not_convert,
@@ -110,6 +110,8 @@ class AiterMxQuantizer(HfQuantizer):
                 kept[name] = reason
             elif not self.pre_quantized:
                 _expect_unquantised(model.get_submodule(name))
+        if self.pre_quantized:
+            _refuse_unexpected(model, files, kept)
         for kind, op in ((MxLinear, "linear"), (MxExperts, "fused_moe")):
             if count := sum(isinstance(module, kind) for module in model.modules()):
                 _log.info("Using aiter_mx.%s for %d %s", op, count, kind.__name__)
@@ -200,6 +202,20 @@ def quantize_model(model: nn.Module, config: AiterMxConfig | None = None) -> dic
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return quantizer.kept
+
+
+def _refuse_unexpected(model: nn.Module, files: Sequence[Path], kept: dict[str, str]) -> None:
+    """Raise where a checkpoint has MX-FP8 weights for a module that would take their payloads for
+    values."""
+    stored = {each.name: path for path in files for each in read_header(path)}
+    for name, module in model.named_modules():
+        scale = f"{name}.weight{SCALE}"
+        if scale in stored and not isinstance(module, MxLinear):
+            why = kept.get(name, f"a {type(module).__name__}")
+            raise CheckpointError(
+                f"{stored[scale]}: {name} is MX-FP8 there, but stays as it is ({why}); "
+                "give the configuration that the checkpoint was made with"
+            )
 
 
 def _is_of_scales(conversion: Any) -> bool:

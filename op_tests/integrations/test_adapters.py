@@ -312,6 +312,23 @@ def test_weight_of_torchao(torchao: Any, device: torch.device) -> None:
     assert torch.equal(replayed(lambda: layer(x), device), expected)
 
 
+def test_torchao_quantises_a_layer_once_and_for_inference(torchao: Any) -> None:
+    layer, x = torch.nn.Linear(H, I, dtype=torch.bfloat16), torch.randn(3, H).bfloat16()
+    for _ in range(2):
+        layer = torchao._quantise_module(layer, torchao.AiterMxConfig())
+    assert not layer(x).requires_grad
+    assert not torch.compile(layer, backend="aot_eager", fullgraph=True)(x).requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layers_take_x_of_any_strides(batch: int, dtype: torch.dtype) -> None:
+    layer = MxLinear.of(torch.nn.Linear(H, I, dtype=dtype))
+    x = torch.randn(batch, H, 5).to(dtype).mT
+    assert torch.equal(layer(x), layer(x.clone(memory_format=torch.contiguous_format)))
+
+
 @torch.no_grad()
 def test_layers_of_transformers(device: torch.device) -> None:
     experts = MxExperts(E, H, I, Gate("gelu"), torch.bfloat16, device)

@@ -125,7 +125,9 @@ def test_model_that_was_quantised_in_place_is_saved_and_quantised_once(
     name: str, tmp_path: Path
 ) -> None:
     model = saved(name, tmp_path / "plain")
-    quantize_model(model, AiterMxConfig(modules_to_not_convert=["lm_head", "layers.1.self_attn"]))
+    stay = ["lm_head", "model.layers.1.self_attn"]
+    quantize_model(model, AiterMxConfig(modules_to_not_convert=stay))
+    assert type(model.model.layers[1].self_attn.q_proj) is torch.nn.Linear
     first = model(IDS).logits
     assert not any("experts" in name for name in quantize_model(model))
     assert isinstance(model.model.layers[1].self_attn.q_proj, MxLinear)
@@ -297,6 +299,20 @@ def test_checkpoint_with_other_scales_is_refused_by_tensor_and_file(
     with pytest.raises(CheckpointError, match=complaint) as raised:
         load(tmp_path / "saved", quantised=False)
     assert str(raised.value).startswith(f"{file}: {key.removesuffix(SCALE)}")
+
+
+def test_quantised_weights_of_a_layer_that_stays_are_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "plain")
+    load(tmp_path / "plain").save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.layers.1.mlp"]
+    path.write_text(json.dumps(config))
+    complaint = (
+        r"model\.layers\.1\.mlp\.gate_proj is MX-FP8 there, .* \(named in modules_to_not_con"
+    )
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path / "saved", quantised=False)
 
 
 def test_scales_of_another_shape_are_refused_by_name() -> None:
