@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import DTYPE_NAMES as DTYPE_NAMES
+from aiter_mx.codec import DTYPES as DTYPES
+from aiter_mx.codec import INDEX_NAMES as INDEX_NAMES
+from aiter_mx.codec import INDICES as INDICES
+from aiter_mx.codec import SCALE_DTYPES as SCALE_DTYPES
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.problem import packed_padding
 from aiter_mx.numerics import BLOCK as BLOCK
-from aiter_mx.numerics import DTYPE_NAMES as DTYPE_NAMES
-from aiter_mx.numerics import DTYPES as DTYPES
-from aiter_mx.numerics import INDEX_NAMES as INDEX_NAMES
-from aiter_mx.numerics import INDICES as INDICES
-from aiter_mx.numerics import SCALE_DTYPES as SCALE_DTYPES
 from aiter_mx.target import ENVIRONMENT, OFF, environment_key
 
 ALIGNMENT_BYTES = 16

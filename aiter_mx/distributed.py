@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.numerics import BLOCK, SCALE_DTYPES
+from aiter_mx.codec import SCALE_DTYPES
+from aiter_mx.numerics import BLOCK
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from aiter_mx.codec import DTYPES
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
@@ -18,7 +19,7 @@ from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, Tensors, call
 from aiter_mx.layouts import unshuffle_scales
-from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.numerics import BLOCK
 
 
 def quantised_first(problem: LinearProblem, parts: Parts, runs: Sequence[Run]) -> Run:

@@ -21,11 +21,10 @@ tensor that remembered its own would lose it on the way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from aiter_mx.numerics import SCALE_DTYPES
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,8 @@ def shuffle_scales(scales: Tensor, layout: str) -> Tensor:
         >>> shuffle_scales(torch.zeros(100, 6, dtype=torch.uint8), "256x8").shape
         torch.Size([256, 8])
     """
+    import torch
+
     _check(scales)
     found = layout_of(layout)
     rows, columns = scales.shape[-2:]
@@ -126,6 +127,8 @@ def unshuffle_scales(scales: Tensor, layout: str, rows: int, columns: int) -> Te
         TypeError: no tensor, or of another dtype.
         ValueError: no such layout, or another number of scales.
     """
+    import torch
+
     _check(scales, at_least=1)
     found = layout_of(layout)
     shape = padded_shape(rows, columns, layout)
@@ -169,6 +172,10 @@ def _product(factors: tuple[int, ...]) -> int:
 
 
 def _check(scales: Tensor, at_least: int = 2) -> None:
+    from torch import Tensor
+
+    from aiter_mx.codec import SCALE_DTYPES
+
     if not isinstance(scales, Tensor):
         raise TypeError(f"scales must be a tensor, got {type(scales).__name__}")
     if scales.dtype not in SCALE_DTYPES:

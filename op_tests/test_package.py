@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import aiter_mx
+from aiter_mx import codec, numerics
 from aiter_mx.kernels.registry import ops
 
 CHECKOUT = Path(__file__).parents[1]
@@ -150,3 +151,18 @@ def test_every_op_can_be_the_first_that_is_asked_for() -> None:
         "        sys.exit(f'{op} cannot be the first')\n"
     )
     subprocess.run([sys.executable, "-c", script, *ops()], check=True)
+
+
+def test_routes_are_found_without_torch():
+    script = (
+        "import sys, aiter_mx\n"
+        "shape = dict(M=3, N=64, K=64)\n"
+        "found = [aiter_mx.explain('linear', arch=a, **shape) for a in ('gfx950', 'sm_90a')]\n"
+        "print(len([route.reason for route in found]), 'torch' in sys.modules)"
+    )
+    assert run(sys.executable, "-c", script, cwd=CHECKOUT).split() == ["2", "False"]
+
+
+def test_names_that_need_no_torch_are_those_of_its_dtypes_and_formats():
+    assert {n: dtype.itemsize for n, dtype in codec.DTYPES.items()} == numerics.DTYPE_BYTES
+    assert (tuple(codec.FORMATS), tuple(codec.ROUNDING)) == (numerics.PAYLOADS, numerics.MODES)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from aiter_mx.checks import BLOCK, checking, refuse_no_tensor, shape_text
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.compat.promoted import COARSE, of_rows
-from aiter_mx.numerics import NAN_SCALE, as_scale_bytes
+from aiter_mx.numerics import NAN_SCALE
 
 _TMA_BYTES = 16
 _MANTISSA_BITS = 23

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from aiter_mx.checks import BLOCK, check_tensor, refuse_no_tensor, shape_text
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.compat.names import payload_of
 from aiter_mx.compat.promoted import COARSE, ones_of
-from aiter_mx.numerics import as_scale_bytes
 from aiter_mx.ops.grouped_wgrad import grouped_gemm_wgrad
 
 Pair = tuple[Tensor, Tensor]

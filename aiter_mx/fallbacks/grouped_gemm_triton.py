@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.fallbacks.grouped_gemm_torch import (
     first_rows_of_out,
     groups_of_ranges,
@@ -19,7 +20,6 @@ from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes
 
 
 @triton.jit(do_not_specialize=["M", "G"])

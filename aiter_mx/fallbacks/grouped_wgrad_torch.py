@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled, round_once
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, round_once
+from aiter_mx.numerics import BLOCK
 
 
 def run(problem: GroupedWgradProblem, tensors: Tensors, config: Config) -> None:

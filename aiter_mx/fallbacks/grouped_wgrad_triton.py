@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.fallbacks.grouped_wgrad_torch import columns_of_groups
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes
 
 
 @triton.jit(do_not_specialize=["M"])

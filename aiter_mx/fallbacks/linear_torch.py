@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from aiter_mx import invariance
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled, round_once
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes, dequantize_block_scaled, round_once
 
 _CHUNK_BYTES = 2**28
 _FLOAT64_BYTES = 8

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.fallbacks.triton_step import add_step
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes
 
 _REDUCE_BLOCK = 512
 

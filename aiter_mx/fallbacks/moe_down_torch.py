@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from aiter_mx.codec import round_once
 from aiter_mx.fallbacks.moe_up_torch import dequantised, experts_here, of_expert
 from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import round_once
 
 
 def run(problem: MoeDownProblem, tensors: Tensors, config: Config) -> None:

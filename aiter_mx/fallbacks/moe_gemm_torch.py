@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled, round_once
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.fallbacks.linear_torch import product_of_rows
 from aiter_mx.kernels.moe_gemm.problem import MoeGemmProblem
@@ -12,7 +13,7 @@ from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, round_once
+from aiter_mx.numerics import BLOCK
 
 _CHUNK_ELEMENTS = 2**24  # of w that are float64 at a time
 

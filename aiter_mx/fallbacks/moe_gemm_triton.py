@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aiter_mx.codec import as_scale_bytes
 from aiter_mx.fallbacks.quantize_triton import ABOVE, encode_blocks
 from aiter_mx.fallbacks.triton_step import add_step
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import as_scale_bytes
 
 _ACTIVATED_BLOCKS = 32  # of 32 activated features, of a program
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.fallbacks.moe_gemm_torch import activate, product_of_expert
 from aiter_mx.kernels.moe_down import MoeDownProblem
@@ -12,7 +13,7 @@ from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.quantize.problem import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 
 
 def run(problem: MoeUpProblem, tensors: Tensors, config: Config) -> None:

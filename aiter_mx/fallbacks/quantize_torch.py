@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import FORMATS, amax_bits, encode_blocks, pack_elements
 from aiter_mx.kernels.quantize.problem import GROUP_ROWS, QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales
-from aiter_mx.numerics import BLOCK, FORMATS, amax_bits, encode_blocks, pack_elements
+from aiter_mx.numerics import BLOCK
 
 
 def run(problem: QuantizeProblem, tensors: Tensors, config: Config) -> None:

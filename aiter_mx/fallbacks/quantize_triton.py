@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aiter_mx.codec import FORMATS, ROUNDING
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.kernels.triton import OPTIONS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import FORMATS, ROUNDING
 
 _BLOCKS = 64  # of 32 elements, of a program
 ABOVE = {mode: above(FORMATS["e4m3"]) for mode, above in ROUNDING.items()}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import FORMATS, amax_bits, encode_blocks, pack_elements
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
 from aiter_mx.kernels.spec import Config
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, FORMATS, amax_bits, encode_blocks, pack_elements
+from aiter_mx.numerics import BLOCK
 
 
 def run(problem: RMSNormQuantizeProblem, tensors: Tensors, config: Config) -> None:

@@ -26,7 +26,7 @@ from aiter_mx.kernels.spec import (
     reference,
     require,
 )
-from aiter_mx.numerics import DTYPES
+from aiter_mx.numerics import DTYPE_BYTES
 from aiter_mx.target import Target
 
 _THREADS, _ROWS = 1024, 8  # of a workgroup, and of a thread
@@ -89,7 +89,7 @@ def _geometry(target: Target, problem: GroupRunsProblem, config: Config) -> Geom
 
 
 def _scalars(target: Target, problem: GroupRunsProblem, config: Config) -> tuple[int, ...]:
-    row_bytes = problem.N * DTYPES[problem.out_dtype].itemsize
+    row_bytes = problem.N * DTYPE_BYTES[problem.out_dtype]
     sizes = (problem.G, problem.most_runs, problem.run_rows)
     return (row_bytes, problem.M, *sizes, _NANS[problem.out_dtype])
 

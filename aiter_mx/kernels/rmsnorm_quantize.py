@@ -21,7 +21,7 @@ from aiter_mx.kernels.spec import (
     reference,
     require,
 )
-from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.numerics import BLOCK, DTYPE_BYTES
 from aiter_mx.target import Target
 
 _MOST_PIECES = 8  # of 16 bytes, of a thread: all of a row is in registers
@@ -78,7 +78,7 @@ PARAMS = (Param("waves", (1, 2, 4, 8, 16, 32), "waves of a workgroup, which has 
 
 def _pieces(problem: RMSNormQuantizeProblem) -> int:
     """Of the longer row."""
-    return max(problem.N, problem.N2) * DTYPES[problem.dtype].itemsize // _PIECE_BYTES
+    return max(problem.N, problem.N2) * DTYPE_BYTES[problem.dtype] // _PIECE_BYTES
 
 
 def _refusal(target: Target, problem: RMSNormQuantizeProblem) -> str | None:

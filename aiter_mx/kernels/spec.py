@@ -9,10 +9,10 @@ from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 from aiter_mx.kernels import gfx950, sm90
-from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.numerics import BLOCK, DTYPE_BYTES
 from aiter_mx.target import Target
 
-OUT_DTYPES = tuple(DTYPES)
+OUT_DTYPES = tuple(DTYPE_BYTES)
 BIAS_DTYPES = ("none", *OUT_DTYPES)
 DTYPE_CODES = {"none": 0, "fp32": 1, "bf16": 2, "fp16": 3}  # csrc/include/common/target.h
 MOST_SHARED_BYTES = {"gfx950": gfx950.LDS_BYTES, "sm_90a": sm90.SHARED_BYTES}

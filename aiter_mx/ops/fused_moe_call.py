@@ -30,6 +30,7 @@ from aiter_mx.checks import (
     refuse_no_experts,
     refuse_no_whole_number,
 )
+from aiter_mx.codec import DTYPES
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
 from aiter_mx.kernels.fused_moe import FusedMoeProblem, refuse_unknown_activation
@@ -38,7 +39,6 @@ from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.kernels.spec import Parts
 from aiter_mx.launch import Run, not_warm
-from aiter_mx.numerics import DTYPES
 from aiter_mx.plan import Plans, bind, falls_back
 from aiter_mx.registration import with_memory
 from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, Target, cpu_target, target_of

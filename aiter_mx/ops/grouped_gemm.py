@@ -23,8 +23,9 @@ from aiter_mx.checks import (
     refuse_strides,
     shape_text,
 )
+from aiter_mx.codec import FLOAT8_NAMES
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, room_for_runs
+from aiter_mx.kernels.grouped_gemm.problem import room_for_runs
 from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.plan import Plans, bind
@@ -297,7 +298,7 @@ def _problem_of(
     refuse_no_whole_number(out_rows=out_rows)
     _refuse_dtypes(
         a.device,
-        ("a", a, tuple(A_FORMATS)),
+        ("a", a, tuple(FLOAT8_NAMES)),
         ("a_scale", a_scale, SCALE_DTYPES),
         ("b", b, (torch.float8_e4m3fn,)),
         ("b_scale", b_scale, SCALE_DTYPES),
@@ -350,7 +351,7 @@ def _problem_of(
         expected=expected_rows,
         a_scale_layout=a_scale_layout,
         b_scale_layout=b_scale_layout,
-        a_format=A_FORMATS[a.dtype],
+        a_format=FLOAT8_NAMES[a.dtype],
         out_rows=out_rows,
         run_rows=run_rows,
     )

@@ -21,7 +21,7 @@ from aiter_mx.checks import (
     refuse_alignment,
     shape_text,
 )
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
+from aiter_mx.codec import FLOAT8_NAMES
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Run
@@ -200,7 +200,7 @@ def _problem_of(
     accumulate: bool = False,
 ) -> GroupedWgradProblem:
     """The problem that these operands pose; raises as ``grouped_gemm_wgrad`` documents."""
-    check_tensor("grad", grad, tuple(A_FORMATS), ("N", "P"))
+    check_tensor("grad", grad, tuple(FLOAT8_NAMES), ("N", "P"))
     device, (N, P) = grad.device, grad.shape
     check_tensor("x", x, (torch.float8_e4m3fn,), ("K", P), device)
     K = x.shape[0]
@@ -240,7 +240,7 @@ def _problem_of(
         out_dtype=DTYPE_NAMES[out_dtype],
         accumulate=int(accumulate),
         index=INDEX_NAMES[group_offs.dtype],
-        grad_format=A_FORMATS[grad.dtype],
+        grad_format=FLOAT8_NAMES[grad.dtype],
     )
 
 

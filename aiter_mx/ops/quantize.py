@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from aiter_mx.checks import as_whole_number, check_tensor, refuse_no_tensor
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled, format_of
 from aiter_mx.layouts import layout_of, unshuffle_scales
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled, format_of
+from aiter_mx.numerics import BLOCK
 from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
 from aiter_mx.registration import in_clear, is_traced, register
 

@@ -19,11 +19,12 @@ from aiter_mx.checks import (
     refuse_no_tensor,
     refuse_overlap,
 )
+from aiter_mx.codec import FORMATS, ROUNDING
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Run, Tensors, call
 from aiter_mx.layouts import layout_of, padded_shape
-from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
+from aiter_mx.numerics import BLOCK
 from aiter_mx.plan import Plans, bind
 from aiter_mx.registration import with_memory
 from aiter_mx.target import cpu_target, target_of

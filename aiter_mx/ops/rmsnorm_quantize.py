@@ -14,9 +14,10 @@ from aiter_mx.checks import (
     refuse_no_tensor,
     shape_text,
 )
+from aiter_mx.codec import DTYPE_NAMES
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
 from aiter_mx.launch import Run, call
-from aiter_mx.numerics import BLOCK, DTYPE_NAMES
+from aiter_mx.numerics import BLOCK
 from aiter_mx.plan import Plans, bind
 from aiter_mx.registration import in_clear, is_traced, register, wants_gradient
 from aiter_mx.target import cpu_target, target_of

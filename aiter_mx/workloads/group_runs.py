@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.codec import DTYPES
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import DTYPES
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload
 
 

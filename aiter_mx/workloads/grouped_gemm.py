@@ -8,18 +8,12 @@ from typing import TypeVar
 
 import torch
 
+from aiter_mx.codec import DTYPES, FORMATS, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import shuffle_scales, unshuffle_scales
-from aiter_mx.numerics import (
-    BLOCK,
-    DTYPES,
-    FORMATS,
-    INDICES,
-    as_scale_bytes,
-    dequantize_block_scaled,
-)
+from aiter_mx.numerics import BLOCK
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (

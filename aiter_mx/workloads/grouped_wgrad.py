@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
+from aiter_mx.codec import DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.grouped_wgrad.problem import START_COLUMNS
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.grouped_gemm import in_format, problems_like, two_groups
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, worst_of

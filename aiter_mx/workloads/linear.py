@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from aiter_mx.codec import DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.sim.timing.constants import CUS
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.codec import DTYPES, INDICES
 from aiter_mx.fallbacks import moe_align_torch
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, INDICES
+from aiter_mx.numerics import BLOCK
 from aiter_mx.workloads.workload import Judge, Operands, Workload, judge_bytes
 
 _RESULTS = (5, 6, 7, 8, 9, 10)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from aiter_mx.codec import DTYPES, INDICES
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import DTYPES, INDICES
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, fewer_rows
 
 _PLACES, _MAP, _TOKENS, _OUT = 1, 4, 5, 6  # positions

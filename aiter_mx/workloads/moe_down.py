@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.codec import DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.workloads.moe_up import no_problems, read_bytes, routing_of, weights_of
 from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
 

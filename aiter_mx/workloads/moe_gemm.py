@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.codec import DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.timing import COLD_BYTES, random_mx
 from aiter_mx.workloads.models import Model
 from aiter_mx.workloads.workload import (

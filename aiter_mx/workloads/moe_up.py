@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from aiter_mx.codec import DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.moe_down import MoeDownProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, INDICES, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.moe_gemm import activated
 from aiter_mx.workloads.workload import ACCUMULATION, Judge, Operands, Verdict, Workload

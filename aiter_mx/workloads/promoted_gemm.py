@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import DTYPES
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.promoted_gemm.problem import COARSE
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.numerics import BLOCK
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.grouped_gemm import bounds, problems_like, ranges_of, two_groups
 from aiter_mx.workloads.workload import (

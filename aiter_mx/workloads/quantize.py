@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from aiter_mx.codec import DTYPES, FORMATS
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.launch import Tensors
 from aiter_mx.layouts import padded_shape
-from aiter_mx.numerics import BLOCK, DTYPES, FORMATS
+from aiter_mx.numerics import BLOCK
 from aiter_mx.workloads.workload import Judge, Operands, Workload, judge_bytes
 
 _OFFSETS = {"int32": torch.int32, "int64": torch.int64}

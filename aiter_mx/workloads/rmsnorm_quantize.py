@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from aiter_mx.codec import DTYPES, dequantize_block_scaled
 from aiter_mx.kernels.rmsnorm_quantize import RMSNormQuantizeProblem
 from aiter_mx.launch import Tensors
-from aiter_mx.numerics import BLOCK, DTYPES, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.workloads.workload import ROUNDING, Judge, Operands, Verdict, Workload, fewer_rows
 
 _RESULTS = (5, 6, 7, 8)

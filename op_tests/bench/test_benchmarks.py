@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.codec import dequantize_block_scaled
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem, triton
 from aiter_mx.kernels.spec import Config
-from aiter_mx.numerics import dequantize_block_scaled
 from aiter_mx.target import Target, hardware
 from op_tests.bench import common, layers, linear, moe, pictures, training, warmup
 from op_tests.bench.common import MEASURED, normal_mx

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.codec import FLOAT8_NAMES
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, LAYOUT_CODES, room_for_runs
+from aiter_mx.kernels.grouped_gemm.problem import LAYOUT_CODES, room_for_runs
 from aiter_mx.kernels.spec import Config, KernelSpec
 from op_tests.conformance import INDICES, NAMES
 from op_tests.launches import Out, is_poison, launch, poisoned
@@ -174,7 +175,8 @@ def launch_grouped(
     bias_name = "none" if bias is None else NAMES[bias.dtype]
     layout = groups.told if groups.told in LAYOUT_CODES else "jagged"
     problem = GroupedGemmProblem(
-        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts, A_FORMATS[a.dtype],
+        M, N, K, G, NAMES[dtype], bias_name, layout, groups.index, 0, *layouts,
+        FLOAT8_NAMES[a.dtype],
         groups.out_rows if layout == "unpadded" else 0, groups.run_rows,
     )  # fmt: skip
     if layouts != ROW_MAJOR:

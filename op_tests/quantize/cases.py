@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from aiter_mx.codec import FORMATS
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.layouts import padded_shape
-from aiter_mx.numerics import BLOCK, FORMATS
+from aiter_mx.numerics import BLOCK
 from op_tests.launches import Out, launch, poisoned
 
 OFFSETS = {"int32": torch.int32, "int64": torch.int64}

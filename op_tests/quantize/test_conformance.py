@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aiter_mx.codec import FORMATS
 from aiter_mx.fallbacks import quantize_torch
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.spec import Config
-from aiter_mx.numerics import FORMATS
 from op_tests import conformance
 from op_tests.conformance import DTYPES, bench_of, each, every_order
 from op_tests.launches import bound, same_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import aiter_mx
-from aiter_mx.numerics import round_once
+from aiter_mx.codec import round_once
 from aiter_mx.ops.quantize_call import MODES
 from op_tests import mx_reference as mx
 

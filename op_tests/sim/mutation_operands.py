@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aiter_mx.numerics import BLOCK, as_scale_bytes, dequantize_block_scaled
+from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled
+from aiter_mx.numerics import BLOCK
 from aiter_mx.workloads.moe_gemm import sorted_by
 from aiter_mx.workloads.workload import Operands
 from op_tests.far_memory import across

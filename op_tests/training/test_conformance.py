@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
+from aiter_mx.codec import FLOAT8_NAMES
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.target import target_of
 from op_tests import conformance
@@ -45,7 +45,7 @@ class Bench(conformance.Bench):
 
     def problem(self, shape: Shape, case: Case) -> GroupedWgradProblem:
         (G, N, K), P = case.shape, case.grad.shape[1]
-        format = A_FORMATS[case.grad.dtype]
+        format = FLOAT8_NAMES[case.grad.dtype]
         return GroupedWgradProblem(P, N, K, G, shape.dtype, int(shape.adds), shape.index, format)
 
     def launch(self, shape: Shape, case: Case, old: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aiter_mx.codec import INDICES
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
@@ -23,7 +24,6 @@ from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import find_kernel, key_of, ops, problem_type, stand_ins
 from aiter_mx.kernels.spec import reference
-from aiter_mx.numerics import INDICES
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.plan import runner
 from aiter_mx.target import hardware

@@ -41,7 +41,6 @@ from aiter_mx.kernels.spec import (
     require_blocks,
 )
 from aiter_mx.layouts import LAYOUTS
-from aiter_mx.numerics import FORMATS
 
 ARGS = (
     Arg("xq", "pointer", "r"),  # a, e4m3 or e5m2 [M, K]
@@ -63,8 +62,7 @@ A kernel that has a workspace takes its pointer after ends; it may add scalars o
 LAYOUT_CODES = {"jagged": 0, "masked": 1, "unpadded": 2, "runs": 0}
 MAX_OUT_ROWS = (1 << 31) - 4  # whose sum with a code has 31 bits
 INDEX_BYTES = {"i32": 4, "i64": 8}
-A_DTYPES = {name: FORMATS[name].dtype for name in ("e4m3", "e5m2")}
-A_FORMATS = {dtype: name for name, dtype in A_DTYPES.items()}
+A_FORMATS = ("e4m3", "e5m2")
 
 
 _LEAST = {"M": 0, "N": 0, "G": 1, "expected": 0, "run_rows": 0}
@@ -99,7 +97,7 @@ _KNOWN = KNOWN_OF_GROUPS | {
     "layout": tuple(LAYOUT_CODES),
     "a_scale_layout": tuple(LAYOUTS),
     "b_scale_layout": tuple(LAYOUTS),
-    "a_format": tuple(A_DTYPES),
+    "a_format": A_FORMATS,
 }
 
 

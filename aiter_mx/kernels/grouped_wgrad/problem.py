@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aiter_mx.kernels.grouped_gemm.problem import A_DTYPES
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS
 from aiter_mx.kernels.spec import (
     OUT_DTYPES,
     Arg,
@@ -80,7 +80,7 @@ class GroupedWgradProblem:
 
     def __post_init__(self) -> None:
         known = {"out_dtype": OUT_DTYPES, "accumulate": (0, 1), "index": tuple(INDEX_BYTES)}
-        known |= {"grad_format": tuple(A_DTYPES)}
+        known |= {"grad_format": A_FORMATS}
         require(self, {"M": 0, "N": 1, "K": 1, "G": 1, "pieces": 1}, known)
         if self.G % self.pieces:
             raise ValueError(f"G={self.G} must be a multiple of pieces={self.pieces}")

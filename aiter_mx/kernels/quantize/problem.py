@@ -10,7 +10,7 @@ from aiter_mx.kernels.spec import (
     require,
 )
 from aiter_mx.layouts import LAYOUTS
-from aiter_mx.numerics import BLOCK, FORMATS, ROUNDING
+from aiter_mx.numerics import BLOCK, MODES, PAYLOADS
 
 POINTERS = (
     *pointers("r", "x", "offsets"),
@@ -23,8 +23,8 @@ GROUP_ROWS = 128  # a group is padded to a multiple of so many rows
 _CHOICES = {
     "dtype": OUT_DTYPES,
     "to": ("rows", "columns", "both"),
-    "format": tuple(FORMATS),
-    "mode": tuple(ROUNDING),
+    "format": PAYLOADS,
+    "mode": MODES,
     "block": ("1x32", "32x32"),
     "layout": tuple(LAYOUTS),
     "offsets": ("int32", "int64"),

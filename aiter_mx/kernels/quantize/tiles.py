@@ -17,7 +17,7 @@ from aiter_mx.kernels.spec import (
     numbers,
 )
 from aiter_mx.layouts import LAYOUTS, padded_shape
-from aiter_mx.numerics import BLOCK, DTYPES
+from aiter_mx.numerics import BLOCK, DTYPE_BYTES
 from aiter_mx.target import Target
 
 PARAMS = (
@@ -133,7 +133,7 @@ def tiles_of(problem: QuantizeProblem, config: Config) -> tuple[int, int]:
     if problem.to != "rows":
         rows.append(of_columns[1] * BLOCK)
         columns.append(of_columns[0])
-    tile_columns = _TILE_BYTES // config["rows"] // DTYPES[problem.dtype].itemsize
+    tile_columns = _TILE_BYTES // config["rows"] // DTYPE_BYTES[problem.dtype]
     return -(-max(rows) // config["rows"]), -(-max(columns) // tile_columns)
 
 
