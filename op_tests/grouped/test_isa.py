@@ -18,11 +18,10 @@ from aiter_mx.kernels.spec import Config, combinations
 from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.sim.disasm import disassemble
-from aiter_mx.sim.matrix import PASS_CYCLES
-from aiter_mx.sim.report import LaunchReport
 from aiter_mx.target import hardware
 from op_tests.conformance import DTYPES
 from op_tests.grouped.cases import Groups, Operands, launch_grouped, one_group
+from op_tests.grouped.counts import WAVES, difference
 from op_tests.grouped.subjects import LAYOUTS, SWEPT, config_of, swept_bias, zero_bias
 from op_tests.mx_reference import random_mx_groups
 
@@ -30,7 +29,6 @@ GFX950 = hardware("gfx950")
 K_OF_SCALE_BYTES = {1: 32 * 9, 2: 32 * 10, 4: 32 * 12}
 NAMED_FROM = 128 * 256  # elements of a tile whose sums are in accumulation registers
 STEP = 128
-WAVES = 4
 
 
 def launch(
@@ -85,31 +83,6 @@ def test_no_variant_spills_and_named_sums_are_touched_by_nothing_else() -> None:
         read = elements // 256 * (2 + (elements == 256 * 256)) // 2  # of whole tiles and halves
         assert touching.pop("v_accvgpr_read_b32", 0) == (read if is_named else 0)
         assert set(touching) <= {"v_mfma_scale_f32_16x16x128_f8f6f4"}
-
-
-def difference(one: LaunchReport, other: LaunchReport, steps: int) -> dict[str, float]:
-    """What a step of a workgroup's main loop does: two launches that differ in their steps."""
-
-    def each(name: str) -> float:
-        return (getattr(other, name) - getattr(one, name)) / steps
-
-    def passes(report: LaunchReport) -> int:
-        return sum(report.mfma_passes.values())
-
-    def mfma(report: LaunchReport) -> int:
-        return report.by_class["mfma"]
-
-    lds_bytes = each("lds_bytes_read") + each("lds_bytes_written")
-    return {
-        "matrix_cycles": (passes(other) - passes(one)) / steps * PASS_CYCLES / WAVES,
-        "lds_cycles": lds_bytes / 128 + each("lds_conflicts"),
-        "issue_cycles": each("instructions") / WAVES * 4,
-        "conflicts": each("lds_conflicts"),
-        "address_cycles": each("address_cycles"),
-        "lds_bytes_a_product": lds_bytes / ((mfma(other) - mfma(one)) / steps),
-        "matrix_share": (mfma(other) - mfma(one)) / (other.instructions - one.instructions),
-        "scratch": each("scratch_bytes"),
-    }
 
 
 def main_loop(

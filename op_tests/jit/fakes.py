@@ -135,3 +135,12 @@ def unwritable(folder: Path) -> Iterator[None]:
             os.seteuid(0)
         for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
             path.chmod(0o700)
+
+
+def writer(data: bytes, calls: list[Path] | None = None) -> Callable[[Path], None]:
+    def build(out: Path) -> None:
+        if calls is not None:
+            calls.append(out)
+        out.write_bytes(data)
+
+    return build

@@ -21,8 +21,7 @@ from aiter_mx.jit import cache, contents, toolchain
 from aiter_mx.jit import folder as folders
 from aiter_mx.jit.build import BuildRequest, build
 from aiter_mx.sim import compile as sim_compile
-from op_tests.jit.fakes import REQUEST, Workshop, forget
-from op_tests.jit.test_cache import writer
+from op_tests.jit.fakes import REQUEST, Workshop, forget, writer
 
 
 def fresh() -> None:

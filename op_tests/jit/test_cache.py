@@ -17,21 +17,12 @@ import pytest
 from aiter_mx.errors import BuildError, CacheError
 from aiter_mx.jit import cache, contents
 from aiter_mx.jit.folder import cache_dir
-from op_tests.jit.fakes import forget, unwritable
+from op_tests.jit.fakes import forget, unwritable, writer
 from op_tests.threads import in_threads
 
 
 def random_bytes() -> bytes:
     return random.randbytes(random.randint(1000, 5000))
-
-
-def writer(data: bytes, calls: list[Path] | None = None) -> Callable[[Path], None]:
-    def build(out: Path) -> None:
-        if calls is not None:
-            calls.append(out)
-        out.write_bytes(data)
-
-    return build
 
 
 def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

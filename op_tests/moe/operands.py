@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import aiter_mx
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.spec import Config
 from op_tests.conformance import DTYPES
@@ -183,3 +184,46 @@ def with_stray_blocks(drawn: Drawn, seed: int) -> Drawn:
         owners.insert(place, draw.choice([-1, drawn.problem.E, *range(drawn.problem.E)]))
     total = torch.tensor([len(blocks) * block_m], dtype=torch.int32)
     return with_other_lists(drawn, (torch.cat(blocks).int(), torch.tensor(owners).int(), total))
+
+
+def draw_ids(draw: random.Random, M: int, top_k: int, E: int) -> Tensor:
+    """Experts that are uniform, skewed, or all the same; sometimes some are out of range."""
+    kind = draw.choice(["uniform", "skewed", "one", "wrong"])
+    if kind == "one":
+        return torch.full((M, top_k), draw.randrange(E))
+    few = [draw.randrange(E) for _ in range(3)] if kind == "skewed" else list(range(E))
+    if kind == "wrong":
+        few += [-1, E, E + 5, -(2**31), 2**31 - 1]
+    ids = [[draw.choice(few) for _ in range(top_k)] for _ in range(M)]
+    return torch.tensor(ids).view(M, top_k)
+
+
+def mx(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Any finite payload, and scales around 2^-11."""
+    payload = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    payload[payload & 0x7F == 0x7F] = 0x31
+    *rows, K = shape
+    scale = torch.randint(112, 120, (*rows, K // 32), generator=generator, dtype=torch.uint8)
+    return payload.view(torch.float8_e4m3fn), scale
+
+
+def gemm_call() -> dict[str, Any]:
+    """Arguments of a call that is right."""
+    generator = torch.Generator().manual_seed(0)
+    topk_ids = torch.tensor([[0, 1], [2, 1], [1, 1]], dtype=torch.int32)
+    sorted_ids, expert_ids, padded = aiter_mx.moe_align(topk_ids, 4, 3)
+    xq, xs = random_mx(3, 64, generator, scale_exponents=(-6, 6))
+    wq, ws = random_weights(3, 20, 64, generator, scale_exponents=(-6, 6))
+    return {
+        "xq": xq,
+        "xs": xs,
+        "wq": wq,
+        "ws": ws,
+        "sorted_token_ids": sorted_ids,
+        "expert_ids": expert_ids,
+        "num_tokens_post_padded": padded,
+        "num_valid_tokens": 6,
+        "top_k": 2,
+        "block_m": 4,
+        "a_div": 2,
+    }

@@ -24,6 +24,7 @@ from op_tests.launches import (
     moved,
     same_bytes,
 )
+from op_tests.moe.operands import draw_ids
 from op_tests.places import device_in
 
 kernels_device = device_in("sim", "cuda")
@@ -48,18 +49,6 @@ def lists_by_hand(
             blocks.append(pairs[first : first + block_m])
             owners.append(numbers[expert])
     return blocks, owners
-
-
-def draw_ids(draw: random.Random, M: int, top_k: int, E: int) -> Tensor:
-    """Experts that are uniform, skewed, or all the same; sometimes some are out of range."""
-    kind = draw.choice(["uniform", "skewed", "one", "wrong"])
-    if kind == "one":
-        return torch.full((M, top_k), draw.randrange(E))
-    few = [draw.randrange(E) for _ in range(3)] if kind == "skewed" else list(range(E))
-    if kind == "wrong":
-        few += [-1, E, E + 5, -(2**31), 2**31 - 1]
-    ids = [[draw.choice(few) for _ in range(top_k)] for _ in range(M)]
-    return torch.tensor(ids).view(M, top_k)
 
 
 def randomise(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiter_mx
-from op_tests.moe.test_gemm import gemm_call
+from op_tests.moe.operands import gemm_call
 
 
 @pytest.fixture

@@ -11,31 +11,8 @@ from torch import Tensor
 import aiter_mx
 from op_tests.conformance import DTYPES
 from op_tests.launches import POISON, on
-from op_tests.moe.operands import SWIGLU, random_weights
+from op_tests.moe.operands import SWIGLU, gemm_call, random_weights
 from op_tests.moe.reference import Layer, assert_activated, assert_rows
-from op_tests.mx_reference import random_mx
-
-
-def gemm_call() -> dict[str, Any]:
-    """Arguments of a call that is right."""
-    generator = torch.Generator().manual_seed(0)
-    topk_ids = torch.tensor([[0, 1], [2, 1], [1, 1]], dtype=torch.int32)
-    sorted_ids, expert_ids, padded = aiter_mx.moe_align(topk_ids, 4, 3)
-    xq, xs = random_mx(3, 64, generator, scale_exponents=(-6, 6))
-    wq, ws = random_weights(3, 20, 64, generator, scale_exponents=(-6, 6))
-    return {
-        "xq": xq,
-        "xs": xs,
-        "wq": wq,
-        "ws": ws,
-        "sorted_token_ids": sorted_ids,
-        "expert_ids": expert_ids,
-        "num_tokens_post_padded": padded,
-        "num_valid_tokens": 6,
-        "top_k": 2,
-        "block_m": 4,
-        "a_div": 2,
-    }
 
 
 @pytest.fixture

@@ -12,20 +12,13 @@ import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
 from aiter_mx.target import hardware
+from op_tests.moe.operands import mx
 from op_tests.places import device_in
 
 M, H, I, E, TOP_K, SHARED = 7, 96, 64, 5, 3, 1
 
 
 device = device_in("torch", "sim", "cuda")
-
-
-def mx(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    payload = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    payload[payload & 0x7F == 0x7F] = 0x31
-    *rows, K = shape
-    scale = torch.randint(112, 120, (*rows, K // 32), generator=generator, dtype=torch.uint8)
-    return payload.view(torch.float8_e4m3fn), scale
 
 
 def layer(device: torch.device, tokens: int = M, dtype: torch.dtype = torch.bfloat16) -> Any:

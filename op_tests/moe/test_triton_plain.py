@@ -24,7 +24,7 @@ from aiter_mx.target import ARCHS, CPU, hardware
 from op_tests.conformance import DTYPES, INDICES
 from op_tests.interpreted import assert_passes_in_the_interpreter
 from op_tests.launches import poisoned
-from op_tests.moe.test_align import draw_ids
+from op_tests.moe.operands import draw_ids
 from op_tests.quantize.cases import draw as draw_values
 
 BLOCKS_M = (4, 12, 16, 20, 32, 48, 64, 80, 96, 128)

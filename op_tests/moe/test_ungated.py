@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import aiter_mx
-from op_tests.moe.test_layer_forms import mx
+from op_tests.moe.operands import mx
 from op_tests.mx_reference import dequantize64
 from op_tests.places import device_in
 

@@ -15,8 +15,7 @@ from aiter_mx.sim.timing.floor import Floor, floor
 from aiter_mx.sim.timing.model import Traced, predict, traced
 from aiter_mx.sim.timing.sample import IDLE, joined, sample
 from aiter_mx.sim.timing.seen import outside, ranges, seen
-from op_tests.sim.test_timing import COPY, TRACED
-from op_tests.sim.tools import launch, program
+from op_tests.sim.tools import COPY, TRACED, launch, program
 from tune.calibrate import FOLDER
 from tune.published.saved import load
 

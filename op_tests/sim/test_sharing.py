@@ -11,8 +11,7 @@ import pytest
 from aiter_mx.sim.report import LaunchReport
 from aiter_mx.sim.timing.model import Traced, predict, traced
 from aiter_mx.sim.timing.sharing import L2_BYTES, MALL_BYTES, XCDS, Left, fresh
-from op_tests.sim.test_timing import TRACED
-from op_tests.sim.tools import Array, launch, program
+from op_tests.sim.tools import TRACED, Array, launch, program
 
 GROUPS, STEPS = 64, 32
 READ = """

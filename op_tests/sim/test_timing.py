@@ -12,17 +12,9 @@ from aiter_mx.sim.timing.code import Kind, costs
 from aiter_mx.sim.timing.constants import described, shipped, with_values
 from aiter_mx.sim.timing.cu import REASONS, SplitTrace
 from aiter_mx.sim.timing.model import Prediction, predict, timeline, traced
-from op_tests.sim.tools import launch, program
+from op_tests.sim.tools import COPY, TRACED, launch, program
 
-TRACED = SimOptions(count_conflicts=True, trace=True, schedule="round-robin")
 GROUPS = 256
-COPY = """
-KERNEL(256) copy(const u32x4* in, u32x4* out, int steps) {
-    u32 at = group_id() * 256 * steps + lane_id();
-    for (int i = 0; i < steps; i++)
-        out[at + 256 * i] = in[at + 256 * i];
-}
-"""
 
 
 def copied(steps: int, groups: int = GROUPS, resident: int = 8, **values: float) -> Prediction:

@@ -20,6 +20,14 @@ from aiter_mx.sim.program import Dim3, Program, SimOptions
 from aiter_mx.sim.report import LaunchReport
 
 KERNELS = Path(__file__).parent / "kernels"
+TRACED = SimOptions(count_conflicts=True, trace=True, schedule="round-robin")
+COPY = """
+KERNEL(256) copy(const u32x4* in, u32x4* out, int steps) {
+    u32 at = group_id() * 256 * steps + lane_id();
+    for (int i = 0; i < steps; i++)
+        out[at + 256 * i] = in[at + 256 * i];
+}
+"""
 Array = np.ndarray[Any, Any]
 
 

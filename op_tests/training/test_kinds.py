@@ -8,7 +8,7 @@ from torch import Tensor
 
 import aiter_mx
 from op_tests.places import device_in
-from op_tests.training.test_autograd import OFFSETS, N, T, assert_products, draw
+from op_tests.training.products import OFFSETS, N, T, assert_products, draw
 
 device = device_in("sim", "torch", "cuda")
 here = device_in("torch", "cuda")

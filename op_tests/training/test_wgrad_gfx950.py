@@ -16,7 +16,7 @@ from aiter_mx.launch import build_request
 from aiter_mx.runtimes.sim import last_report
 from aiter_mx.target import hardware
 from op_tests import launches
-from op_tests.grouped.test_isa import difference
+from op_tests.grouped.counts import difference
 from op_tests.launches import Out
 from op_tests.mx_reference import assert_close_to_reference, random_mx
 from op_tests.spills import assert_no_spills
