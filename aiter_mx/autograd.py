@@ -50,6 +50,7 @@ def linear_autograd(
     Kept for the backward pass are payloads and scales, and of them what the gradients that are
     asked for need. Nothing synchronises; ``torch.compile``, checkpointing and, after a first call,
     graphs that capture both passes work. There is no second derivative: asking for one raises.
+    Inside of ``torch.autocast`` x is taken in its dtype, as ``torch.nn.functional.linear`` does.
 
     Args:
         x: bf16, fp16 or fp32 ``[..., K]``, K a multiple of 32.
@@ -63,7 +64,7 @@ def linear_autograd(
             keeps smaller numbers beside large ones of a block, and a bit less of each.
 
     Returns:
-        ``[..., N]`` of x's dtype.
+        ``[..., N]`` of x's dtype, or autocast's.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -77,6 +78,7 @@ def linear_autograd(
         torch.Size([64, 32])
     """
     _check(x, w, "w", 2, bias, main_grad, grad_format)
+    x = _as_autocast(x)
     rows = x.reshape(-1, x.shape[-1])
     y = _apply(rows, w, None, bias, quantized_w, main_grad, grad_format)
     return y.reshape(*x.shape[:-1], w.shape[0])
@@ -112,7 +114,7 @@ def grouped_linear(
         grad_format: as ``linear_autograd``.
 
     Returns:
-        ``[T, N]`` of x's dtype.
+        ``[T, N]`` of x's dtype, or autocast's.
 
     Raises:
         TypeError, ValueError: as ``linear_autograd``; groups that decrease or are not all of x,
@@ -128,8 +130,18 @@ def grouped_linear(
     _check(x, w, "w", 3, bias, main_grad, grad_format)
     if x.ndim != 2:
         raise ValueError(f"x must be [T, K], got {shape_text(x)}")
+    x = _as_autocast(x)
     offs = offsets_of_groups(group_offs, group_lens, w.shape[0], x)
     return _apply(x, w, offs, bias, quantized_w, main_grad, grad_format)
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """x in the dtype that ``torch.autocast`` asks for on its device, if it does."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype) if dtype in _FLOATS else x
 
 
 def offsets_of_groups(

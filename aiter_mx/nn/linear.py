@@ -177,7 +177,7 @@ class MxLinear(_OfWeight):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        """``[..., in_features]`` to ``[..., out_features]``, of x's dtype, or autocast's."""
         return linear_autograd(
             x,
             self.weight,

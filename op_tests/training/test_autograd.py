@@ -254,6 +254,32 @@ def test_compiled_and_checkpointed_calls_are_bitwise_the_same(groups: bool) -> N
             assert torch.equal(found, right)
 
 
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_autocast_says_in_which_dtype_x_is_taken(groups: bool, is_compiled: bool) -> None:
+    x, w, bias, dy = draw(torch.float32, groups)
+    torch.compiler.reset()
+    call: Callable[..., Tensor] = forward
+    if is_compiled:
+        offs = torch.tensor(OFFSETS)
+        plain = (lambda x, w, b: aiter_mx.grouped_linear(x, w, offs, b)) if groups else (
+            aiter_mx.linear_autograd
+        )  # fmt: skip
+        call = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(x, w, bias)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy.bfloat16())
+    found = [each.grad for each in (x, w, bias)]
+    assert [each.dtype for each in found] == [torch.float32] * 3
+    half, x.grad, w.grad, bias.grad = x.detach().bfloat16().requires_grad_(), None, None, None
+    expected = forward(half, w, bias)
+    expected.backward(dy.bfloat16())
+    assert torch.equal(y, expected)
+    for mine, right in zip(found, (half.grad.float(), w.grad, bias.grad), strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_one_graph_serves_any_number_of_rows() -> None:
     w, of_groups = torch.randn(64, 32), torch.randn(3, 64, 32)
 
