@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from aiter_mx.errors import AiterMxError
 from aiter_mx.integrations.layers import SCALE, why_not
@@ -15,6 +17,8 @@ from aiter_mx.numerics import BLOCK
 HEADER_LENGTH = 8
 """Bytes ahead of the header that say how long it is."""
 OFFSETS = "data_offsets"
+_BYTES = {"U8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+"""Bytes of an element, of the dtypes that matter here."""
 _SCALE_DTYPE = "U8"  # transformers would convert the values of F8_E8M0, not its bytes
 
 
@@ -46,20 +50,32 @@ def read_header(path: Path) -> list[Stored]:
             raise CheckpointError(f"{path} is cut off: its header would end behind its last byte")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} has no readable header: {error}") from error
-    first = HEADER_LENGTH + length
-    found = [
-        Stored(name, each["dtype"], tuple(each["shape"]), *(first + o for o in each[OFFSETS]))
-        for name, each in header.items()
-        if name != "__metadata__"
-    ]
+            found = [
+                _stored(name, each, HEADER_LENGTH + length)
+                for name, each in dict(header).items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"{path} has no readable header: {error!r}") from error
     for stored in found:
         if stored.end > size:
             raise CheckpointError(
                 f"{path} is cut off: {stored.name} would end at byte {stored.end} of {size}"
             )
     return sorted(found, key=lambda stored: stored.begin)
+
+
+def _stored(name: str, told: Mapping[str, Any], first: int) -> Stored:
+    """A tensor as a header tells of it; offsets are from byte ``first`` on.
+
+    Raises:
+        ValueError, TypeError, KeyError: the header cannot be right.
+    """
+    dtype, shape, (begin, end) = str(told["dtype"]), [*map(index, told["shape"])], told[OFFSETS]
+    own = _BYTES.get(dtype, 0) * prod(shape)
+    if not 0 <= begin <= end or min(shape, default=0) < 0 or (own and own != end - begin):
+        raise ValueError(f"{name}, {dtype} {shape}, cannot be bytes {begin} to {end}")
+    return Stored(name, dtype, tuple(shape), first + begin, first + end)
 
 
 def refuse_misfits(files: Iterable[Path]) -> None:

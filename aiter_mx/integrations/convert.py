@@ -103,7 +103,7 @@ def convert(
     if not any(len(made) > 1 for tensors, _ in plans.values() for _, made in tensors):
         why_each = Counter(why for _, each in plans.values() for why in each.values())
         tally = ", ".join(f"{why} ({count})" for why, count in why_each.most_common())
-        raise CheckpointError(f"{source} has no weight to quantise: each is {tally}")
+        raise CheckpointError(f"{source} has no weight to quantise: each is {tally or 'missing'}")
     _claim(target, shards, engine, keep)
 
     weight_map: dict[str, str] = {}
@@ -146,10 +146,17 @@ def _shards_of(source: Path) -> list[Path]:
     """The files that hold the checkpoint: others beside them may hold it once more, in the names of
     whoever trained it."""
     found = sorted(source.glob("*.safetensors"))
-    if (source / _INDEX).is_file():
-        named = set((_object_in(source / _INDEX).get("weight_map") or {}).values())
-        return [shard for shard in found if shard.name in named]
-    return [shard for shard in found if shard.name == _SINGLE] or found
+    named = {*map(str, _weight_map(source).values())} or {_SINGLE}
+    return [shard for shard in found if shard.name in named] or found
+
+
+def _weight_map(source: Path) -> dict[str, Any]:
+    """The file of each tensor, as the checkpoint's index has it; nothing where there is none."""
+    path = source / _INDEX
+    files = (_object_in(path).get("weight_map") if path.is_file() else None) or {}
+    if not isinstance(files, dict):
+        raise CheckpointError(f"weight_map of {path} must be an object, got {files!r:.40}")
+    return files
 
 
 def _object_in(path: Path) -> dict[str, Any]:
@@ -166,9 +173,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 def _refuse_missing(source: Path, names: set[str]) -> None:
     """Raise where the checkpoint's index names tensors that are not there, as after a download that
     was cut short."""
-    if not (source / _INDEX).is_file():
-        return
-    shards = _object_in(source / _INDEX).get("weight_map") or {}
+    shards = _weight_map(source)
     if missing := sorted(set(shards) - names):
         raise CheckpointError(
             f"{source} lacks {len(missing)} of the {len(shards)} tensors that {_INDEX} names, such "

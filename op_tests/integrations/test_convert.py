@@ -164,6 +164,32 @@ def test_weights_with_k_ahead_of_n_stay_and_nothing_to_quantise_is_said(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {"dtype": "F32", "data_offsets": None},
+        {"data_offsets": [0, 4096]},  # half of it
+        {"data_offsets": [-64, 8128]},
+        {"data_offsets": [8192, 0]},
+        {"data_offsets": [0, 1, 2]},
+        {"shape": [-32, -64]},
+        {"shape": [32.0, 64.0]},
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be_right_is_refused(told: Any, tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    usual = {"dtype": "F32", "shape": [32, 64], "data_offsets": [0, 8192]}
+    header = json.dumps(told and {"up_proj.weight": {**usual, **told}}).encode()
+    length = len(header).to_bytes(8, "little")
+    (source / "model.safetensors").write_bytes(length + header + bytes(8192))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has no readable header"):
+        convert(source, tmp_path / "out", "vllm")
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_files_that_hold_the_checkpoint_once_more_are_left(
     is_sharded: bool, source: Path, tmp_path: Path
