@@ -92,9 +92,8 @@ def menu(target: Target, N: int, K: int) -> Menu:
     covered = best < inf
     if not covered.all():
         costs, best, says = costs[:, covered], best[covered], says[covered]
-    costs /= best
-    (near,) = np.logical_or.reduce(costs < _NEAR_BEST, axis=1).nonzero()
-    lost = costs[near] - 1
+    (near,) = np.logical_or.reduce(costs < _NEAR_BEST * best, axis=1).nonzero()
+    lost = costs[near] / best - 1
     np.minimum(lost * lost * says, _NEVER, out=lost)
     chosen = near[_fewest(lost)].tolist()
     return Menu(

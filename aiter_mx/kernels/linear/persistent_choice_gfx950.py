@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +173,8 @@ _SPLIT = Split(*_columns(SPLIT.values()))
 
 def _whole_cycles(target: Target, rows: InRows, tile_n: Any, of: Persistent, N: int, K: int) -> Any:
     rounds_of_tiles = rows.down * -(-N // tile_n) / target.cu_num
-    rounds = -(-rounds_of_tiles // 1)
+    is_one = isinstance(rounds_of_tiles, float)
+    rounds = ceil(rounds_of_tiles) if is_one else np.ceil(rounds_of_tiles)
     has_parts = rounds - rounds_of_tiles >= 0.5
     step = of.step + (rounds - 1) * of.further - has_parts * (of.further - of.in_parts)
     step -= rounds * rows.lacking * _OF_ROW
@@ -181,14 +182,16 @@ def _whole_cycles(target: Target, rows: InRows, tile_n: Any, of: Persistent, N: 
     return once + _together(step * -(-K // 128), _OF_WEIGHTS * N * row_kib(K) / target.cu_num)
 
 
+def _may_split(target: Target, rows: InRows, tile_n: Any, N: int, K: int) -> Any:
+    """Whether each of two workgroups has a compute unit of its own."""
+    return (2 * rows.down * -(-N // tile_n) <= target.cu_num) & (K >= LEAST_SPLIT_K)
+
+
 def _split_cycles(target: Target, rows: InRows, tile_n: Any, of: Split, N: int, K: int) -> Any:
-    """Where each of two workgroups has a compute unit of its own."""
-    if K < LEAST_SPLIT_K:
-        return np.full(np.shape(rows.down), inf)
     tiles, steps = rows.down * -(-N // tile_n), (-(-K // 128) + 1) // 2
     of_steps = steps * (of.step - of.of_row * rows.lacking)
     both = _together(of_steps, of.of_weights * (N * row_kib(K) / target.cu_num))
-    return np.where(2 * tiles <= target.cu_num, of.once + of.of_tile * tiles + both, inf)
+    return of.once + of.of_tile * tiles + both
 
 
 def _together(steps: Any, weights: Any) -> Any:
@@ -226,7 +229,8 @@ def large_cycles(target: Target, rows: Rows, N: int, K: int) -> Array:
         return np.full((len(LARGE), rows.last.shape[1]), inf)
     each = _whole_cycles(target, rows.whole, _WHOLE_N, _WHOLE, N, K)
     whole, others = each[: len(PERSISTENT)], each[len(PERSISTENT) :]
-    split = _split_cycles(target, rows.split, _SPLIT_N, _SPLIT, N, K)
+    may_split = _may_split(target, rows.split, _SPLIT_N, N, K)
+    split = np.where(may_split, _split_cycles(target, rows.split, _SPLIT_N, _SPLIT, N, K), inf)
     splits = np.array([[last_splits(target, tile, N, K)] for tile in LAST])
     last = _last_cycles(others, rows.last, _LAST_N, _LAST_STEP, K, np.maximum(splits, 1))
     return np.concatenate((whole, split, np.where(splits, last, inf)))
@@ -239,6 +243,8 @@ def cycles_of(target: Target, large: Large, problem: LinearProblem) -> float:
         return inf
     if large.kernel == "persistent_split":
         rows = _in_rows(M, tile_m)
+        if not _may_split(target, rows, tile_n, N, K):
+            return inf
         return float(_split_cycles(target, rows, tile_n, SPLIT[large.tile], N, K))
     of = PERSISTENT[large.tile]
     if large.kernel == "persistent":
