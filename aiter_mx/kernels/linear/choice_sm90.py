@@ -33,8 +33,8 @@ _ROWS: tuple[int, ...] = (
     *(768, 896, 1024, 1025, 1152, 1280, 1408, 1536, 1537, 1792, 2048, 2049, 2560, 3072, 3073, 4096),
 )
 """Numbers of rows that have a say in a menu, about as many between each and twice as many."""
-_SAYS = 1.0 + np.isin(_ROWS, (256, 384, 512, 768, 1024, 2048))
-"""How much: those that batches have most often count twice."""
+_SAYS = 1.0 + np.isin(_ROWS, (96, 128, 129, 256, 384, 512, 768, 1024, 2048))
+"""How much: those that batches have most often, and the fewest, count twice."""
 _MOST_CODES = 8  # of a weight
 _WORTH_A_CODE = 0.005  # times their number: of fourth powers of times beside the best, on average
 _NEAR_BEST = 1.03  # times the best, at some number of rows: others are not weighed
