@@ -6,11 +6,13 @@ stopped goes on where it was, and what it leaves is the same.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import prod
@@ -104,42 +106,63 @@ def convert(
         why_each = Counter(why for _, each in plans.values() for why in each.values())
         tally = ", ".join(f"{why} ({count})" for why, count in why_each.most_common())
         raise CheckpointError(f"{source} has no weight to quantise: each is {tally or 'missing'}")
-    _claim(target, shards, engine, keep)
+    with _alone_in(target):
+        _claim(target, shards, engine, keep)
 
-    weight_map: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    quantised, before, after = [], 0, 0
-    for shard in shards:
-        tensors, reasons = plans[shard.name]
-        for stored, made in tensors:
-            weight_map |= {each.name: shard.name for each in made}
-            before += stored.end - stored.begin
-            after += sum(each.end - each.begin for each in made)
-            if len(made) > 1:
-                quantised.append(stored.name)
-        kept |= reasons
-        if not (target / shard.name).exists():
-            _write_shard(shard, target / shard.name, tensors, transposed, on_bytes)
-        else:
-            on_bytes(shard.name, shard.stat().st_size)
+        weight_map: dict[str, str] = {}
+        kept: dict[str, str] = {}
+        quantised, before, after = [], 0, 0
+        for shard in shards:
+            tensors, reasons = plans[shard.name]
+            for stored, made in tensors:
+                weight_map |= {each.name: shard.name for each in made}
+                before += stored.end - stored.begin
+                after += sum(each.end - each.begin for each in made)
+                if len(made) > 1:
+                    quantised.append(stored.name)
+            kept |= reasons
+            if not (target / shard.name).exists():
+                _write_shard(shard, target / shard.name, tensors, transposed, on_bytes)
+            else:
+                on_bytes(shard.name, shard.stat().st_size)
 
-    ignored = sorted(
-        {
-            _module_of(name)
-            for name, reason in kept.items()
-            if reason not in ("a vector", "an embedding")
-        }
-    )
-    config["quantization_config"] = _configuration(engine, ignored)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            shutil.copy(path, target / path.name)
-    _write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
-    if len(shards) > 1 or (source / _INDEX).is_file():
-        index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
-    (target / _STATE).unlink()
-    return Written(quantised, kept, before, after)
+        ignored = sorted(
+            {
+                _module_of(name)
+                for name, reason in kept.items()
+                if reason not in ("a vector", "an embedding")
+            }
+        )
+        config["quantization_config"] = _configuration(engine, ignored)
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+                shutil.copy(path, target / path.name)
+        _write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+        if len(shards) > 1 or (source / _INDEX).is_file():
+            index = {
+                "metadata": {"total_size": after},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            _write_text(target / _INDEX, json.dumps(index, indent=2) + "\n")
+        (target / _STATE).unlink()
+        return Written(quantised, kept, before, after)
+
+
+@contextmanager
+def _alone_in(target: Path) -> Iterator[None]:
+    """Hold a folder, which is made where there is none, against other processes of this machine."""
+    target.mkdir(parents=True, exist_ok=True)
+    folder = os.open(target, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is converting into {target}") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
 
 
 def _shards_of(source: Path) -> list[Path]:
@@ -197,7 +220,6 @@ def _claim(target: Path, shards: list[Path], engine: str, keep: Sequence[str]) -
     sizes = {shard.name: shard.stat().st_size for shard in shards}
     of = {"version": aiter_mx.__version__, "engine": engine, "keep": list(keep), "shards": sizes}
     text = json.dumps(of, indent=2) + "\n"
-    target.mkdir(parents=True, exist_ok=True)
     state = target / _STATE
     begun = _partial(state)
     if state.is_file():

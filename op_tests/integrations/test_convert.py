@@ -322,6 +322,22 @@ def test_killed_and_run_again_it_leaves_the_same_bytes(
     assert digests(target) == digests(tmp_path / "whole")
 
 
+def test_two_processes_do_not_convert_into_one_folder(source: Path, tmp_path: Path) -> None:
+    refused: list[subprocess.CompletedProcess[str]] = []
+
+    def begin_another(shard: str, count: int) -> None:
+        if not refused:
+            command = [sys.executable, "-m", "aiter_mx.cli", "convert", source, tmp_path / "out"]
+            refused.append(subprocess.run(command, capture_output=True, text=True, check=False))
+
+    convert(source, tmp_path / "out", on_bytes=begin_another)
+    (other,) = refused
+    assert other.returncode == 1
+    assert other.stderr == f"error: another process is converting into {tmp_path / 'out'}\n"
+    convert(source, tmp_path / "alone")
+    assert digests(tmp_path / "out") == digests(tmp_path / "alone")
+
+
 def test_memory_is_that_of_pieces(tmp_path: Path) -> None:
     source = tmp_path / "plain"
     source.mkdir()
