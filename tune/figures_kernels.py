@@ -213,7 +213,7 @@ def zoo() -> str:
         [
             op,
             f"`{kernel}`",
-            why,
+            why.partition(", without")[0],  # a kernel that there was
             str(len(cells)),
             f"{geometric(cells.ratio):.3f}",
             f"{cells.ratio.max():.3f}",
