@@ -11,8 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import aiter_mx
+from aiter_mx.checks import DTYPE_NAMES, INDEX_NAMES, check_tensor
 from aiter_mx.codec import SCALE_DTYPES
 from aiter_mx.numerics import BLOCK
+
+_OPTIONS = (
+    *("activation", "layout", "alpha", "beta", "limit", "bias1", "bias2", "block_m"),
+    "exact_sums",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def prepare(
         x: bf16, fp16 or fp32 ``[M, H]``, quantised here; or, with ``x_scale``, float8_e4m3fn. M may
             differ between ranks, and be 0.
         topk_ids: int32 or int64 ``[M, top_k]``: experts over all ranks; any other value is none's.
-        topk_weights: float32 ``[M, top_k]``.
+        topk_weights: float32 ``[M, top_k]``, or bf16 or fp16.
         num_experts: on all ranks together.
         x_scale: uint8 or float8_e8m0fnu ``[M, H // 32]``.
         quantise: False sends tokens without scales as they are, in 2 H bytes for bf16.
@@ -72,9 +78,9 @@ def prepare(
         The tokens that came, with their routing over the experts here; ``finalize`` takes it.
 
     Raises:
-        TypeError: scales of tokens that are not float8_e4m3fn.
-        ValueError: scales of another dtype or shape, or experts that cannot be divided among the
-            ranks.
+        TypeError: scales of tokens that are not float8_e4m3fn, or routing of another dtype.
+        ValueError: scales or routing of another shape, or experts that cannot be divided among
+            the ranks.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if num_experts % ranks:
@@ -89,8 +95,12 @@ def prepare(
         raise ValueError(
             f"x_scale must be bytes [{M}, {H // BLOCK}], got {x_scale.dtype} {list(x_scale.shape)}"
         )
-    ids = topk_ids.to(torch.int32)
-    valid = (ids >= 0) & (ids < num_experts)
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    check_tensor("topk_ids", topk_ids, tuple(INDEX_NAMES), (M, "top_k"), x.device)
+    floats = tuple(DTYPE_NAMES)
+    check_tensor("topk_weights", topk_weights, floats, tuple(topk_ids.shape), x.device)
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    ids = torch.where(valid, topk_ids, -1).to(torch.int32)  # which wide ones would wrap around to
     owner = torch.where(valid, ids // each, -1)
     goes = (owner.unsqueeze(2) == torch.arange(ranks, device=x.device)).any(1)  # [M, ranks]
     counts, received = _exchange_counts(goes.sum(0), group)
@@ -168,14 +178,26 @@ def fused_moe(
         x_scale: of quantised tokens.
         out_dtype: of the result, and of the sums on their way; by default x's, or bf16.
         group: of ranks; by default all.
-        options: activation and biases, as for ``aiter_mx.fused_moe``.
+        options: ``activation``, ``layout``, ``alpha``, ``beta``, ``limit``, ``bias1``, ``bias2``,
+            ``block_m`` and ``exact_sums``, as for ``aiter_mx.fused_moe``.
 
     Returns:
         ``[M, H]``.
 
     Raises:
-        TypeError, ValueError: as ``prepare`` and ``aiter_mx.fused_moe``.
+        TypeError: as ``prepare`` and ``aiter_mx.fused_moe``, or another option.
+        ValueError: as these, or weights of another number of experts than each rank has.
     """
+    if others := sorted(options.keys() - _OPTIONS):
+        raise TypeError(
+            f"experts on many ranks have no {others[0]}; the options are {', '.join(_OPTIONS)}"
+        )
+    ranks = dist.get_world_size(group)
+    if len(w1q) * ranks != num_experts:
+        raise ValueError(
+            f"w1q must have the weights of {num_experts // ranks} experts, as num_experts="
+            f"{num_experts} are divided among {ranks} ranks, got {len(w1q)}"
+        )
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.bfloat16
     at = prepare(x, topk_ids, topk_weights, num_experts, x_scale=x_scale, group=group)

@@ -64,6 +64,8 @@ def results(rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
     found["quantised"] = distributed.fused_moe(xq, *own, ids, topk, E, x_scale=xs)
     fp32 = distributed.fused_moe(xq, *own, ids, topk, E, x_scale=xs, out_dtype=torch.float32)
     found["fp32"] = fp32
+    wide = torch.where((ids < 0) | (ids >= E), 1 << 32, ids.long())
+    found["wide"] = distributed.fused_moe(x, *own, wide, topk, E)
     found["one"] = aiter_mx.fused_moe(xq, *whole, ids, topk, x_scale=xs, out_dtype=torch.float32)
     at = distributed.prepare(x, ids, topk, E)
     found["bytes"], found["sent"] = at.bytes_sent, [len(each) for each in at.sent]
@@ -83,6 +85,11 @@ def results(rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
     for given, scale in ((x, xs), (xq, xs[:, 1:])):
         try:
             distributed.prepare(given, ids, topk, E, x_scale=scale)
+        except (TypeError, ValueError) as error:
+            found["others"].append(str(error))
+    for layer, named in ((own, {"shared_experts": 1}), ([w[:1] for w in own], {})):
+        try:
+            distributed.fused_moe(x, *layer, ids, topk, E, **named)
         except (TypeError, ValueError) as error:
             found["others"].append(str(error))
     return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in found.items()}
@@ -113,6 +120,7 @@ def test_experts_on_many_ranks_agree_with_one(ranks: int, backend: str, tmp_path
         torch.testing.assert_close(found["out"].float(), one, rtol=2**-6, atol=2**-6)
         assert torch.equal(found["again"], found["out"])
         assert torch.equal(found["quantised"], found["out"])
+        assert torch.equal(found["wide"], found["out"])
         valid = (ids >= 0) & (ids < E)
         owners = [
             set((row[ok] // (E // ranks)).tolist()) for row, ok in zip(ids, valid, strict=True)
@@ -125,5 +133,9 @@ def test_experts_on_many_ranks_agree_with_one(ranks: int, backend: str, tmp_path
         assert found["others"] == [
             "x must be torch.float8_e4m3fn where x_scale is given, got torch.bfloat16",
             f"x_scale must be bytes [{len(x)}, 3], got torch.uint8 [{len(x)}, 2]",
+            "experts on many ranks have no shared_experts; the options are "
+            + ", ".join(distributed._OPTIONS),
+            f"w1q must have the weights of {E // ranks} experts, as num_experts={E} are divided "
+            f"among {ranks} ranks, got 1",
         ]
         assert found["error"] == f"num_experts={ranks + 1} cannot be divided among {ranks} ranks"
