@@ -169,9 +169,10 @@ def refuse_strides(**tensors: torch.Tensor | None) -> None:
     """Raise for the first of these that is not contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
+            mend = "" if name.startswith("out") else f"; call {name}.contiguous()"
             raise ValueError(
                 f"{name} must be contiguous, got strides {tensor.stride()} for "
-                f"{shape_text(tensor)}; call {name}.contiguous()"
+                f"{shape_text(tensor)}{mend}"
             )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aiter_mx.checks import as_whole_number, check_tensor, refuse_no_tensor
-from aiter_mx.codec import as_scale_bytes, dequantize_block_scaled, format_of
+from aiter_mx.codec import FORMATS, as_scale_bytes, dequantize_block_scaled, format_of
 from aiter_mx.layouts import layout_of, unshuffle_scales
 from aiter_mx.numerics import BLOCK
 from aiter_mx.ops.quantize_call import INPUT_DTYPES, Options, check, empty_outputs, quantized
@@ -157,7 +157,8 @@ def quantize(
         scale = scale if out_scale is None else out_scale.copy_(scale)
     if zero_scale:
         bits = payload.view(torch.uint8) & (0x77 if format == "e2m1" else 0x7F)
-        is_zero = (bits.unflatten(-1, (scale.shape[-1], -1)) == 0).all(-1)
+        blocks = (scale.shape[-1], BLOCK // FORMATS[format].per_byte)
+        is_zero = (bits.unflatten(-1, blocks) == 0).all(-1)
         scale.masked_fill_(is_zero & (scale == 0), zero_scale)
     return payload, scale
 

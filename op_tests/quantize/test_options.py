@@ -130,3 +130,17 @@ def test_values_beyond_a_dtypes_end_become_its_largest() -> None:
     byte = torch.full((1, 1), 127, dtype=torch.uint8)
     assert aiter_mx.dequantize(infinite, byte).isinf().all()
     assert aiter_mx.dequantize(infinite, byte + 128).isnan().all()
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e2m1", "e5m2"])
+@pytest.mark.parametrize(("shape", "axis"), [((4, 0), -1), ((0, 64), -1), ((0, 64), -2)])
+def test_nothing_has_no_blocks_of_zeros(format: str, shape: tuple[int, int], axis: int) -> None:
+    plain = aiter_mx.quantize(torch.empty(shape), axis, format=format)
+    found = aiter_mx.quantize(torch.empty(shape), axis, format=format, zero_scale=127)
+    assert [t.shape for t in found] == [t.shape for t in plain]
+
+
+def test_an_out_with_gaps_is_refused_without_advice_that_is_none() -> None:
+    out = torch.empty(64, 4, dtype=torch.float8_e4m3fn).T
+    with pytest.raises(ValueError, match=r"out must be contiguous, got strides .* \[4, 64\]$"):
+        aiter_mx.quantize(torch.randn(4, 64), out=out)
