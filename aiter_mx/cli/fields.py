@@ -87,9 +87,9 @@ def problems(op: str, fields: Mapping[str, Axis]) -> list[Problem]:
     types = of_type.__annotations__
     read: dict[str, object] = dict(fields)
     for name, values in fields.items():
-        for value in values:
-            if types.get(name) in (int, "int") and not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if types.get(name) in (int, "int") and not all(isinstance(v, int) for v in values):
+            given = ",".join(map(str, values))
+            raise ValueError(f"{name} must be a whole number, got {given!r}")
         if types.get(name) in (bool, "bool", float, "float"):
             read[name] = [field_value(of_type, name, str(value)) for value in values]
     return make_problems(op, read)

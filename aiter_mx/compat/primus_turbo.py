@@ -224,6 +224,10 @@ def _operands(a: Tensor, b: Tensor, trans_b: bool) -> tuple[Tensor, Tensor, Dual
         b = pad(b, (0, missing) if trans_b else (0, 0, 0, missing))
     if trans_b:
         return a, b, None
+    if b.shape[-1] % BLOCK:
+        raise ValueError(
+            f"N must be a multiple of {BLOCK}, got N={b.shape[-1]} (b: {list(b.shape)})"
+        )
     with torch.no_grad():
         stored = quantize_dual(b)
     return a, b.mT, Dual(*stored[2:], *stored[:2])

@@ -109,6 +109,7 @@ SHAPE = ("--M", "1", "--N", "64", "--K", "64", "--arch", "gfx950")
         (("explain", "linear", "--M", "1", "--N", "8"), "by M, N, K and, optionally, out_dtype, "),
         (("explain", "linear", "--M", "1", "--N", "8"), "'K' was not given"),
         (("explain", "linear", "--M", "9-2"), "the range '9-2' is empty"),
+        (("explain", "linear", "--M", "1,,2"), "M must be a whole number, got '1,,2'"),
         (("explain", "linear", "--M", "-1"), "M must be a whole number, got '-1'"),
         (("explain", "moe_gemm", *SHAPE, "--alpha", "much"), "alpha must be a number, got 'much'"),
         (("explain", "linear", "--M"), "expected a field and its value"),

@@ -186,6 +186,8 @@ def test_primus_turbos_own_configuration_is_known_by_its_names() -> None:
             turbo.grouped_gemm_fp8(a, b, lens, config=changed)
     with pytest.raises(ValueError, match="one scale a tensor; give Float8QuantConfig"):
         turbo.grouped_gemm_fp8(a, b, lens)
+    with pytest.raises(ValueError, match=r"N must be a multiple of 32, got N=33 \(b: \[64, 33\]\)"):
+        turbo.gemm_fp8(a, torch.randn(64, 33), config=config)
     with pytest.raises(TypeError, match="config must be a Float8QuantConfig, got str"):
         turbo.grouped_gemm_fp8(a, b, lens, config="mx")
 
