@@ -64,10 +64,10 @@ using ArgsInMemory = const __attribute__((address_space(4))) Args;
 
 // The compiler takes a pointer from inline assembly for one to any memory unless it is told.
 template <class T>
-MX_DEVICE void hold(const T*& pointer) {
-    auto global = (const __attribute__((address_space(1))) T*)pointer;
+MX_DEVICE void hold(T*& pointer) {
+    auto global = (__attribute__((address_space(1))) T*)pointer;
     asm volatile("" : "+s"(global));
-    pointer = (const T*)global;
+    pointer = (T*)global;
 }
 
 // What the sums are made of, loaded at once as a wave begins: each load that waits for its turn
@@ -99,6 +99,27 @@ MX_DEVICE ArgsInMemory& loaded_anew() {
     asm volatile("" : "+s"(from));
     return *(ArgsInMemory*)from;
 }
+
+// What results are made of, loaded at once while the first tiles are under way: after the products
+// each load would be a scalar latency ahead of the results.
+struct Ending {
+    const float* weights;
+    const void* bias;
+    void* out;
+    unsigned char* out_scales;
+    int weights_by_place, bias_kind;
+    ActivationArgs activation;
+
+    MX_MEMBER explicit Ending(ArgsInMemory& args)
+        : weights(args.weights), bias(args.bias), out(args.out), out_scales(args.out_scales),
+          weights_by_place(args.weights_by_place), bias_kind(args.bias_kind),
+          activation{args.activation.alpha, args.activation.beta, args.activation.limit} {
+        hold(weights), hold(bias), hold(out), hold(out_scales);
+        asm volatile(""
+                     : "+s"(weights_by_place), "+s"(bias_kind), "+s"(activation.alpha),
+                       "+s"(activation.beta), "+s"(activation.limit));
+    }
+};
 
 // First row of w of the workgroup's tile, of which tiles there are the fewest that cover N.
 MX_DEVICE Offset first_feature() { return group_x() * (kActivated ? kRows / 2 : kRows); }
@@ -285,8 +306,8 @@ struct Chunk {
     MX_MEMBER LaneMask valid() const { return lanes_where(t >= 0); }
 };
 
-// Blocks that are in use, and chunks of all of them. What a division makes of block_m alone is to
-// come where it is needed, not ahead of the first weights.
+// Blocks that are in use. What a division makes of block_m alone is to come where it is needed, not
+// ahead of the first weights.
 MX_DEVICE unsigned blocks_of(const Held& args, int padded) {
     unsigned block_m = args.block_m;
     asm volatile("" : "+s"(block_m));
@@ -294,10 +315,17 @@ MX_DEVICE unsigned blocks_of(const Held& args, int padded) {
     const unsigned in_use = (ids + block_m - 1) / block_m;
     return in_use < most ? in_use : most;
 }
-MX_DEVICE unsigned items_of(const Held& args, int padded) {
-    const unsigned chunks = (args.block_m + kCols - 1) / kCols; // of a block
-    return blocks_of(args, padded) * chunks;
-}
+
+// Blocks that are in use, and chunks of all of them. They are made where this is, as LLVM would
+// have a division after results wait for these.
+struct Items {
+    unsigned blocks, count;
+
+    MX_MEMBER Items(const Held& args, int padded) : blocks(blocks_of(args, padded)) {
+        count = blocks * ((args.block_m + kCols - 1) / kCols);
+        asm volatile("" : "+s"(blocks), "+s"(count));
+    }
+};
 
 // Sum over waves of rows `row` to `row + 3` of w for id m; they are side by side in LDS.
 template <int ColTiles>
@@ -322,50 +350,59 @@ struct alignas(4 * sizeof(Out)) Four {
     }
 };
 
+// What was loaded is waited for, also by lanes without results: else LLVM has the next item wait
+// for its first weights before it asks for x.
+MX_DEVICE void await(float& loaded) { asm volatile("" : "+v"(loaded)); }
+
 template <int ColTiles>
-MX_DEVICE void store_features(ArgsInMemory& args, const Chunk& chunk,
+MX_DEVICE void store_features(const Ending& args, Offset N, const Chunk& chunk,
                               const u32x4 (&lds)[kWaves][kWavePieces]) {
-    const int of_four = thread_in_group() % (kRows / 4) * 4;
+    // Where a lane stores is made anew: held beside the products, it would cost a wave of a SIMD.
+    int thread = thread_in_group();
+    asm volatile("" : "+v"(thread));
+    __builtin_assume(thread >= 0 && thread < kThreads);
+    const int of_four = thread % (kRows / 4) * 4;
     const Offset n = first_feature() + of_four;
-    const Offset bias_row = static_cast<Offset>(chunk.expert) * args.N;
+    const Offset bias_row = static_cast<Offset>(chunk.expert) * N;
     f32x4 added = {};
     if (args.bias_kind != kNone)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (n + i < args.N)
+            if (n + i < N)
                 added[i] = load_bias(args.bias, args.bias_kind, bias_row + n + i);
     const int weight_at = args.weights_by_place ? chunk.place : chunk.t;
-    const float own_weight = args.weights && chunk.t >= 0 ? args.weights[weight_at] : 1.0f;
-    const bool at_once = args.N % 4 == 0 && reinterpret_cast<Offset>(args.out) % sizeof(Four) == 0;
+    float own_weight = args.weights && chunk.t >= 0 ? args.weights[weight_at] : 1.0f;
+    const bool at_once = N % 4 == 0 && reinterpret_cast<Offset>(args.out) % sizeof(Four) == 0;
     group_barrier();
-    for (int i = thread_in_group(); i < ColTiles * kSide * kRows / 4; i += kThreads) {
+    await(own_weight);
+    for (int i = thread; i < ColTiles * kSide * kRows / 4; i += kThreads) {
         const int m = i / (kRows / 4);
         const int t = of_lane(m, chunk.t);
         const float weight = bits_to_float(of_lane(m, float_to_bits(own_weight)));
         const f32x4 values = (sum_of_waves<ColTiles>(lds, m, of_four) + added) * weight;
-        if (t < 0 || n >= args.N)
+        if (t < 0 || n >= N)
             continue;
-        Out* out = static_cast<Out*>(args.out) + static_cast<Offset>(t) * args.N + n;
+        Out* out = static_cast<Out*>(args.out) + static_cast<Offset>(t) * N + n;
         if (at_once)
             *reinterpret_cast<Four*>(out) = Four(values);
         else
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                if (n + j < args.N)
+                if (n + j < N)
                     store(out + j, values[j]);
     }
 }
 
 template <int ColTiles>
-MX_DEVICE void store_activated(ArgsInMemory& args, const Chunk& chunk,
+MX_DEVICE void store_activated(const Ending& args, Offset N, const Chunk& chunk,
                                const u32x4 (&lds)[kWaves][kWavePieces]) {
     constexpr int lanes = kBlock / 4; // of a block
     const int quarter = thread_in_group() % lanes;
-    const Offset features = args.N / 2, feature = first_feature() + quarter * 4;
+    const Offset features = N / 2, feature = first_feature() + quarter * 4;
     // Rows within the tile, and of them in w.
     const int gate_row = kInterleaved ? quarter * 8 : quarter * 4;
     const int up_row = kInterleaved ? gate_row + 4 : kRows / 2 + quarter * 4;
-    const Offset bias_row = static_cast<Offset>(chunk.expert) * args.N;
+    const Offset bias_row = static_cast<Offset>(chunk.expert) * N;
     float added[8] = {};
     if (args.bias_kind != kNone)
 #pragma unroll
@@ -374,6 +411,8 @@ MX_DEVICE void store_activated(ArgsInMemory& args, const Chunk& chunk,
             added[i] = load_bias(args.bias, args.bias_kind, bias_row + row);
         }
     group_barrier();
+    for (float& value : added)
+        await(value);
     for (int i = thread_in_group(); i < ColTiles * kSide * lanes; i += kThreads) {
         const int m = i / lanes;
         const int t = of_lane(m, chunk.t);
@@ -426,10 +465,11 @@ MX_DEVICE void ask(const WRows& rows, Tile (&w)[kUnroll][kRowTiles], int lane) {
         rows.load(w[i], lane, Place(lane, wave_in_group() * kTileK + i * kStride, rows.K));
 }
 
+// Tells how many items there are.
 template <int ColTiles>
-MX_DEVICE void compute(Held args, const Chunk& chunk, const WRows& w_rows,
-                       const Tile (&first_w)[kUnroll][kRowTiles],
-                       u32x4 (&lds)[kWaves][kWavePieces]) {
+MX_DEVICE Items compute(Held args, int padded, const Chunk& chunk, const WRows& w_rows,
+                        const Tile (&first_w)[kUnroll][kRowTiles],
+                        u32x4 (&lds)[kWaves][kWavePieces]) {
     const int lane = thread_in_group() % kLanes;
     const int wave = wave_in_group();
     const unsigned K = args.K;
@@ -445,15 +485,21 @@ MX_DEVICE void compute(Held args, const Chunk& chunk, const WRows& w_rows,
     };
     unsigned k = wave * kTileK;
     int later = lane;
+    Tile first_x[kUnroll][ColTiles];
     if constexpr (kAhead) {
-        Tile x[kUnroll][ColTiles];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i)
-            x_rows.load(x[i], Place(lane, k + i * kStride, K));
-        multiply(first_w, x);
+            x_rows.load(first_x[i], Place(lane, k + i * kStride, K));
+        finish_before_next();
+    }
+    const Ending ending(loaded_anew());
+    const Items items(args, padded);
+    if constexpr (kAhead) {
+        multiply(first_w, first_x);
         k += kUnroll * kStride;
         // What later steps alone need is not made, nor held, ahead of the first.
         asm volatile("" : "+v"(later));
+        __builtin_assume(later >= 0 && later < kLanes);
     }
     for (; k < K; k += kUnroll * kStride) {
         Tile w[kUnroll][kRowTiles], x[kUnroll][ColTiles];
@@ -470,9 +516,10 @@ MX_DEVICE void compute(Held args, const Chunk& chunk, const WRows& w_rows,
     };
     put_sums(lds[wave], lane, place, sums, w_nans, x_nans);
     if constexpr (kActivated)
-        store_activated<ColTiles>(loaded_anew(), chunk, lds);
+        store_activated<ColTiles>(ending, args.N, chunk, lds);
     else
-        store_features<ColTiles>(loaded_anew(), chunk, lds);
+        store_features<ColTiles>(ending, args.N, chunk, lds);
+    return items;
 }
 
 // The arguments are Args, member by member.
@@ -481,7 +528,7 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
                        const unsigned char*, const int*, const int*, const int*, const float*,
                        const void*, void*, unsigned char*, Offset, Offset, int, int, int, int, int,
                        int, int, int, float, float, float, int) {
-    const Held args(loaded_anew());
+    Held args(loaded_anew());
     MX_LDS u32x4 lds[kWaves][kWavePieces];
     const int lane = thread_in_group() % kLanes;
 
@@ -493,7 +540,7 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     const int padded = load_scalar(args.post_padded);
     const bool is_used = own < most_blocks && own_block * args.block_m < padded;
     // Such a workgroup may have a later chunk.
-    if (!is_used && own >= items_of(args, padded))
+    if (!is_used && own >= Items(args, padded).count)
         return;
     Tile w[kUnroll][kRowTiles];
     WRows w_rows(args, is_used ? found.expert : -1);
@@ -506,24 +553,30 @@ aiter_mx_moe_gemm_mfma(const unsigned char*, const unsigned char*, const unsigne
     bool lds_in_use = false;
     unsigned step = is_used ? args.groups_y : 0; // to the next item
     for (unsigned item = own;;) {
-        if (valid != 0) {
-            if (chunk.expert < 0 || chunk.expert >= args.experts)
+        const auto computed = [&] {
+            if (valid != 0 && static_cast<unsigned>(chunk.expert) < args.experts) {
+                lds_in_use = true;
+                if (kMostColTiles == 1 || valid >> kSide == 0)
+                    return compute<1>(args, padded, chunk, w_rows, w, lds);
+                constexpr int two = kMostColTiles < 2 ? kMostColTiles : 2;
+                if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
+                    return compute<two>(args, padded, chunk, w_rows, w, lds);
+                return compute<kMostColTiles>(args, padded, chunk, w_rows, w, lds);
+            }
+            if (valid != 0)
                 store_zeros(loaded_anew(), chunk);
-            else if (kMostColTiles == 1 || valid >> kSide == 0)
-                compute<1>(args, chunk, w_rows, w, lds);
-            else if (kMostColTiles == 2 || valid >> (2 * kSide) == 0)
-                compute < kMostColTiles<2 ? kMostColTiles : 2>(args, chunk, w_rows, w, lds);
-            else
-                compute<kMostColTiles>(args, chunk, w_rows, w, lds);
-            lds_in_use = true;
-        }
+            return Items(args, padded);
+        };
+        const Items items = computed();
         item += step;
+        if (item >= items.count)
+            return;
+        args = Held(loaded_anew());
         step = args.groups_y;
-        const unsigned blocks = blocks_of(args, padded), items = items_of(args, padded);
-        for (valid = 0;; item += args.groups_y) {
-            if (item >= items)
+        for (;; item += step) {
+            if (item >= items.count)
                 return;
-            const int block = item % blocks, first = item / blocks * kCols;
+            const int block = item % items.blocks, first = item / items.blocks * kCols;
             chunk = Chunk(args, LookUp(args, block, first, lane), block, first, lane);
             valid = chunk.valid();
             if (valid != 0)
