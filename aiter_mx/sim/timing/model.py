@@ -15,7 +15,7 @@ from aiter_mx.sim.timing.sharing import COLD, Fresh, Left, shares
 SIMDS = 4
 _SAMPLED_CUS = 8
 _MOST_SPANS = 1 << 17
-_ROUNDS = 4  # that are replayed of the workgroups that a unit takes one after the other
+_ROUNDS = 16  # that are replayed of the workgroups that a unit takes one after the other
 
 
 @dataclass(frozen=True)
