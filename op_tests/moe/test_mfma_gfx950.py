@@ -67,7 +67,7 @@ def test_decode_reads_hardly_more_than_it_must(
 
 @pytest.mark.parametrize(("block_m", "chunks"), [(16, 1), (64, 4)])
 def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
-    """Then weights take one, and stores at most one; so do lookups of chunks without an id."""
+    """Then weights take one, and so do lookups of chunks without an id; for stores nobody waits."""
     generator = torch.Generator().manual_seed(block_m)
     wq, ws = random_weights(8, 64, 512, generator)
     xq, xs = random_mx(4, 512, generator)
@@ -80,7 +80,7 @@ def test_what_is_looked_up_takes_one_latency(block_m: int, chunks: int) -> None:
     report = last_report()
     assert report is not None
     assert_rows(out, Layer(xq, xs, wq, ws, None, [6, 1, 3, 4], 1))
-    assert report.latencies <= 4 * 4 * (chunks + 2)  # of four workgroups for each of four experts
+    assert report.latencies <= 4 * 4 * (chunks + 1)  # of four workgroups for each of four experts
 
 
 @pytest.mark.parametrize(("block_m", "col_tiles"), [(16, 1), (32, 1), (32, 2)])

@@ -44,13 +44,7 @@ def test_enough_rows_of_each_op_are_saved() -> None:
         assert sum(row["op"] == op for row in rows_of(SAVED)) > 40
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        OPS[0],
-        pytest.param(OPS[1], marks=pytest.mark.xfail(strict=True, reason="see docs/simulator.md")),
-    ],
-)
+@pytest.mark.parametrize("op", OPS)
 def test_saved_rows_keep_to_what_is_asked(op: str) -> None:
     found = [row for row in rows_of(SAVED) if row["op"] == op]
     few = [row for row in found if int(row["M"]) <= 64]
