@@ -26,7 +26,8 @@ class Siblings:
     """Layers that are called with the same x, one after the other.
 
     The first computes what all of them will return. Once one of them is called with another x in
-    between, as in attention to another sequence, each computes its own.
+    between, as in attention to another sequence, or with x that was changed in place, each computes
+    its own.
 
     Attributes:
         out_features: of all of them.
@@ -35,7 +36,7 @@ class Siblings:
     def __init__(self, layers: Sequence[MxLinear]) -> None:
         self._layers = tuple(layers)
         *self._ends, self.out_features = accumulate(layer.out_features for layer in layers)
-        self._waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self._waiting: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
         self._apart = False
         for place, layer in enumerate(layers):
             layer.together = (self, place)
@@ -66,16 +67,22 @@ class Siblings:
         if place == 0 and not self._apart:
             whole = joined_linear(x, *_tensors_of(self._layers))
             results = whole.tensor_split(self._ends, -1)
-            self._waiting = (x, results)
+            self._waiting = (x, _changes(x), results)
             return results[0]
         waiting, last = self._waiting, place == len(self._layers) - 1
         if last:
             self._waiting = None
         if waiting is not None:
-            if waiting[0] is x:
-                return waiting[1][place]
+            of, changes, results = waiting
+            if of is x and changes == _changes(x):
+                return results[place]
             self._apart, self._waiting = True, None
         return self._layers[place].alone(x)
+
+
+def _changes(x: Tensor) -> int:
+    """How often x was changed in place, as far as torch counts that."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def join(model: nn.Module) -> None:

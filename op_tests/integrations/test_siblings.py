@@ -136,6 +136,17 @@ def test_layers_of_different_x_are_told_apart(products: list[int]) -> None:
     assert products == [sum(SIZES)], "the first call alone takes them for siblings"
 
 
+def test_x_that_is_changed_in_between_is_another(products: list[int]) -> None:
+    together, alone = joined()
+    for seed in range(3):
+        x = tokens(4, seed)
+        assert torch.equal(together.q_proj(x), alone.q_proj(x))
+        x += 1
+        assert torch.equal(together.k_proj(x), alone.k_proj(x))
+        assert torch.equal(together.v_proj(x), alone.v_proj(x))
+    assert products == [sum(SIZES)], "the first call alone takes it for the same"
+
+
 def test_a_call_of_one_layer_leaves_nothing_behind_for_the_next(products: list[int]) -> None:
     together, alone = joined()
     x = tokens(2)
