@@ -39,7 +39,6 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
     ("linear/mfma_split", {**_LINEAR, "M": 16, "K": 4096}),
     ("linear/persistent", {**_LINEAR, "M": 300}),
     ("linear/persistent_split", {**_LINEAR, "M": 300}),
-    ("linear/persistent_last", {**_LINEAR, "M": 300}),
     ("grouped_gemm/persistent", _GROUPS),
     ("grouped_gemm/persistent", {**_GROUPS, "out_dtype": "fp32", "bias": "bf16", "K": 160}),
     ("grouped_wgrad/persistent", {**_GROUPS, "M": 384, "out_dtype": "fp32"}),

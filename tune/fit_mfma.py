@@ -92,8 +92,7 @@ def large_tiles(large: Large) -> Iterator[tuple[int, float]]:
     """Of a kernel with large tiles, by shape: tiles, and cycles for each that is expected."""
     spec = find_kernel("linear", "gfx950", "hip", large.kernel)
     for (N, K), many in product(PERSISTENT_SHAPES, (1, 2, 4, 8, 16)):
-        further = large.kernel == "persistent_last"
-        problem = LinearProblem(many * large.tile[0] + further, N, K)
+        problem = LinearProblem(many * large.tile[0], N, K)
         if (cycles := cycles_of(GFX950, large, problem)) == inf:  # others are faster there
             continue
         config = next(

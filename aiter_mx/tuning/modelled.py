@@ -44,9 +44,6 @@ WINS = 0.8
 BACKENDS = ("hip",)
 RULES = Rules(most=5, of_next=(2,), tries=1, hopeless=1.2)
 _SHARE = 0.0  # of the weights, that results are judged on: as few as a workload can do with
-_OF_LAST_ROW = 24
-"""Workgroups that stand for those that share a last row of tiles, some of which have a part of it
-beside whole tiles. So many are of all dies."""
 _LARGE_BLOCK = 48  # rows; such blocks are filled to any share
 _BEST_US, _BEST_BYTES_A_US, _BEST_ROWS = 3.9, 6.3e6, 16
 """The lower envelope of all published times of fp8 GEMMs of so few rows, by bytes of weights."""
@@ -168,8 +165,6 @@ class ModelBench:
         is_blocked = getattr(self.problem, "block_m", 0) >= _LARGE_BLOCK
         is_unlike = self.op == "grouped_gemm" or is_blocked
         count = UNLIKE if is_unlike else ALIKE
-        if candidate.kernel == "persistent_last":
-            count = _OF_LAST_ROW
         return traced_launch(candidate, self.problem, operands, number, count, self._working)
 
     def _operands(self) -> list[Operands]:

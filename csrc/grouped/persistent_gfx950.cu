@@ -63,8 +63,7 @@
 // of what it has copied, the last 16 k of a group and its last scales from the group's end on.
 //
 // With MX_ONE_GROUP it computes a linear: nothing of groups is looked up. With MX_SHARED, of two
-// workgroups each takes half of the steps of one tile and no other, and one adds both sums. With
-// MX_LAST several share the steps of each tile of the last row ahead of whole tiles of their own.
+// workgroups each takes half of the steps of one tile and no other, and one adds both sums.
 
 #include "common/scale.h"
 #include "common/target.h"
@@ -105,12 +104,9 @@ constexpr bool kUnpad = MX_UNPAD; // groups have other rows of y: those from end
 #ifndef MX_SHARED
 #define MX_SHARED 0
 #endif
-#ifndef MX_LAST
-#define MX_LAST 0
-#endif
-constexpr bool kParts = MX_SHARED || MX_LAST; // workgroups share the K of some tiles
-static_assert(!kParts || MX_ONE_GROUP);
-constexpr bool kDepths = kWgrad || kParts; // a tile has its first k and how many
+constexpr bool kShared = MX_SHARED; // two workgroups share the K of a tile
+static_assert(!kShared || MX_ONE_GROUP);
+constexpr bool kDepths = kWgrad || kShared; // a tile has its first k and how many
 
 // The arguments of a grouped kernel, as problem.py lists them.
 struct GroupedArguments {
@@ -118,18 +114,14 @@ struct GroupedArguments {
     const void* bias; // with MX_WGRAD what is subtracted from ends, or null
     void* y;
     const void *starts, *ends;
-#if MX_SHARED || MX_LAST
-    unsigned char *sums, *counts; // of tiles whose K is shared
+#if MX_SHARED
+    unsigned char *sums, *counts; // of all tiles' meetings
 #endif
     Offset M, N, K, count;
     int layout, index_bytes, bias_kind; // layout: problem.py says what it is
     unsigned rows_each;                 // of a masked group
     unsigned workgroups;
     unsigned tile_rows; // that a tile takes of a group, at most kTileM
-#if MX_LAST
-    unsigned splits; // workgroups that share the K of each tile of the last row
-    unsigned groups; // of the launch: `workgroups` are those with whole tiles
-#endif
 };
 using ArgumentsPointer = const __attribute__((address_space(4))) GroupedArguments*;
 
@@ -143,22 +135,6 @@ MX_DEVICE ArgumentsPointer arguments() {
 struct Anew {
     MX_MEMBER ArgumentsPointer operator()() const { return arguments(); }
 };
-#if MX_LAST
-// Those that tiles of a linear are found by are loaded anew, but together.
-class Together {
-  public:
-    MX_MEMBER Together() : args(arguments()) {
-        asm volatile("" ::"s"(args->M), "s"(args->N), "s"(args->K), "s"(args->workgroups),
-                     "s"(args->tile_rows), "s"(args->splits), "s"(args->sums), "s"(args->counts));
-    }
-    MX_MEMBER ArgumentsPointer operator()() const { return args; }
-
-  private:
-    ArgumentsPointer args;
-};
-#else
-using Together = Anew;
-#endif
 
 // Ahead of the loop all are loaded at once: the first weights would wait for one after the other.
 class AtOnce {
@@ -168,9 +144,6 @@ class AtOnce {
                      "s"(args->starts), "s"(args->ends), "s"(args->M), "s"(args->N), "s"(args->K),
                      "s"(args->count), "s"(args->layout), "s"(args->index_bytes),
                      "s"(args->rows_each), "s"(args->workgroups), "s"(args->tile_rows));
-#if MX_LAST
-        asm volatile("" ::"s"(args->splits), "s"(args->groups));
-#endif
     }
     MX_MEMBER ArgumentsPointer operator()() const { return args; }
 
@@ -286,7 +259,6 @@ struct Tile {
 // Who keeps what in which lanes: tiles, the workgroup's turn, Deal and Zeros.
 constexpr int kNow = 0, kNext = 8, kIsLast = 16, kTurn = 17, kChunk = 18, kBefore = 19, kWhole = 20;
 constexpr int kZerosChunk = 21, kZerosGroups = 22, kZerosAt = 24, kZerosLeft = 26;
-constexpr int kShare = 27, kFound = 28, kColumn = 29, kSplit = 30, kLastRow = 31; // of Part
 
 // Numbers that are the same in all lanes and seldom needed, a lane each of one register: scalar
 // registers have no room for them beside the loop.
@@ -461,10 +433,6 @@ class DealOne {
             half = is_half & t - whole;
             t = is_half ? whole + (t - whole) / 2 : t;
         }
-        if constexpr (kParts) {
-            tile.begin = 0;
-            tile.end = args()->K; // of zeros, where there is no tile
-        }
         if (t >= down * columns(args))
             return false;
         const unsigned above = t / of_swath * Swath, in_swath = t % of_swath;
@@ -478,36 +446,11 @@ class DealOne {
         return tile.feature < N;
     }
 
-#if MX_LAST
-    // Part p of the last row's tiles, if there are so many: workgroups without whole tiles have the
-    // first ones. Parts of a tile follow each other, with two steps at least each.
-    template <class Arguments>
-    MX_MEMBER static bool find_part(Arguments args, Shelf& shelf, unsigned p, Tile& tile) {
-        const unsigned splits = args()->splits, K = args()->K, steps = (K + kDepth - 1) / kDepth;
-        if (p >= splits * columns(args))
-            return false;
-        const unsigned column = p / splits, split = p - column * splits;
-        const unsigned each = steps / splits, more = steps - each * splits;
-        tile.first = scalar(tiles_down(args) * args()->tile_rows);
-        tile.rows = scalar(static_cast<unsigned>(args()->M) - tile.first);
-        tile.group = 0;
-        tile.feature = scalar(column * TileN);
-        tile.begin = scalar((split * each + min(split, more)) * kDepth);
-        tile.end = scalar(min((each + (split < more)) * kDepth, K - tile.begin));
-        tile.is_half = 0;
-        shelf.put<kColumn>(column);
-        shelf.put<kSplit>(split);
-        shelf.put<kLastRow>(tile.first);
-        return true;
-    }
-#endif
-
   private:
-    // Rows of tiles, without a shared last one.
     template <class Arguments>
     MX_MEMBER static unsigned tiles_down(Arguments args) {
         const unsigned each = args()->tile_rows, M = args()->M;
-        return MX_LAST ? (M - 1) / each : (M + each - 1) / each;
+        return (M + each - 1) / each;
     }
     template <class Arguments>
     MX_MEMBER static unsigned columns(Arguments args) {
@@ -706,8 +649,6 @@ class Copier {
                 x_scales = from(args->xs, x_row, x_rows, blocks, first_block);
             }
             w_scales = from(args->ws, w_row, w_rows, blocks, first_block);
-            if constexpr (kParts)
-                runs_at = runs_at % kRun ? kRunsHalf - runs_at / kRun * kRun : runs_at;
             return;
         }
         runs_at = runs_at % kRun ? kRunsHalf - runs_at / kRun * kRun : runs_at;
@@ -834,7 +775,7 @@ class Copier {
     }
     // True once all steps of the tile are copied, of which there are two at least.
     MX_MEMBER bool is_done() const {
-        constexpr bool has_two = kParts && kWholeSteps;
+        constexpr bool has_two = kShared && kWholeSteps;
         return k >= (has_two ? depth() : max(depth(), 2 * kDepth));
     }
     // True if the step that comes after the present one's products is a tile's first.
@@ -1201,9 +1142,6 @@ class Zeros {
 // A wave's work in the steps of its tiles.
 class Stream {
   public:
-    // Copies that are waited for: a run's count for none, as most steps have none.
-    static constexpr int kOfStep = 2 * kHalfCopies + kMiddleCopies;
-
     Sums sums;
     Zeros zeros;
 
@@ -1272,6 +1210,8 @@ class Stream {
 
     static constexpr int kReadsX = PlaceX::kReads * kHalfX, kReadsW = PlaceW::kReads * kHalfW;
     static constexpr int kUpperReadsX = PlaceX::kReads * kUpperX;
+    // Copies that are waited for: a run's count for none, as most steps have none.
+    static constexpr int kOfStep = 2 * kHalfCopies + kMiddleCopies;
     // Of quarters 1 and 3; the others have the rest.
     static constexpr int kFirstLow = kHalfCopies / 2, kFirstUpper = (kUpperCopies + 1) / 2;
 
@@ -1282,7 +1222,7 @@ class Stream {
     MX_MEMBER void step(Half<kHalfW>& low, Half<kHalfW>& high, Shelf& shelf) {
         const unsigned other = kStage - stage;
         if (copier.is_done()) {
-            if constexpr (MX_SHARED)
+            if constexpr (kShared)
                 copier.stop();
             else
                 copier.start(Anew(), shelf.tile<kNext>(), !shelf.get<kIsLast>());
@@ -1381,7 +1321,7 @@ class Stream {
 
     // Scales of runs are read from here on for the next step, maybe a tile's first.
     MX_MEMBER void turn_to_step(bool is_first) {
-        const int of_tile = kParts ? copier.depth() / kBlock : blocks;
+        const int of_tile = kShared ? copier.depth() / kBlock : blocks;
         last_block = is_first ? of_tile - 1 : last_block - kStepBlocks;
         // Lanes beyond the last scale take that one.
         const int of_step = kWholeSteps ? block : __builtin_elementwise_min(block, last_block);
@@ -1592,8 +1532,7 @@ MX_DEVICE void store_tile(const All& sums, const Tile& tile, unsigned wave, unsi
 template <class Arguments>
 MX_DEVICE unsigned place_of_group(Arguments args) {
     const unsigned workgroups = args()->workgroups, group = group_x();
-    const bool has_turn = workgroups % kXcds == 0 && (!MX_LAST || group < workgroups);
-    return has_turn ? group % kXcds * (workgroups / kXcds) + group / kXcds : group;
+    return workgroups % kXcds ? group : group % kXcds * (workgroups / kXcds) + group / kXcds;
 }
 
 #if MX_SHARED
@@ -1677,163 +1616,19 @@ aiter_mx_linear_persistent_split(const unsigned char*, const unsigned char*, con
         store_tile<false>(sums, shelf.tile<kNow>(), wave, lane);
 }
 #else
-#if MX_LAST
-// What a workgroup has to do with the last row of tiles, if its K is shared.
-enum Share : unsigned {
-    kNoShare,   // nothing, or nothing more
-    kNowShare,  // its present tile is a part of one
-    kLeftShare, // its sums of the part are on their way
-    kToldShare, // who adds them up can know that they are there
-};
-
-// The workgroup's part of a tile of the last row. Workgroups that share one leave their sums of the
-// rows that there are in memory ahead of tiles of their own:
-//
-//   sums [column of tiles][part][row][feature of the tile]   fp32
-//
-// Each wave meets those of its number in the other workgroups, by one word for all: in the lower
-// half it counts who has told that sums are there, in the upper one who has ended. Who ends finds
-// the results divided into as many shares as there are parts. Where all sums are there, it adds up
-// the share of its number among those that have ended; shares of those before are left to the wave
-// that was the last to tell, which knows how many they are. So nobody waits, and all add up sums in
-// the same order.
-class Part {
-  public:
-    MX_MEMBER Part(Shelf& shelf, unsigned wave, unsigned lane)
-        : splits(args()->splits), split(shelf.get<kSplit>()), column(shelf.get<kColumn>()),
-          last_row(shelf.get<kLastRow>()), rows(args()->M - last_row), lane(lane),
-          first_row(wave / kWavesN * kWaveRowsX), first_feature(wave % kWavesN * kFeatures),
-          own_rows(rows > first_row ? min(rows - first_row, kWaveRowsX) : 0),
-          sums(args()->sums + static_cast<Offset>(column * splits) * of_part(), splits * of_part()),
-          counts(args()->counts + (column * kWaves + wave) * kCount, kCount) {}
-
-    // Whether the wave has any rows of it.
-    MX_MEMBER bool is_any() const { return own_rows > 0; }
-
-    template <class All>
-    MX_MEMBER void leave(const All& all) const {
-        const unsigned row = lane % kSide, feature = first_feature + lane / kSide * 8;
-        const unsigned from = split * of_part() + (first_row * kTileN + feature) * sizeof(float);
-#pragma unroll
-        for (unsigned x = 0; x < kFragsX; ++x) {
-            if (x * kSide >= own_rows)
-                break;
-            const unsigned at = x * kSide + row < own_rows
-                                    ? from + (x * kSide + row) * kTileN * sizeof(float)
-                                    : kNowhere;
-#pragma unroll
-            for (int w = 0; w < kFragsW; ++w)
-                sums.store_for_all(at + paired_row(w * kSide) * sizeof(float),
-                                   __builtin_bit_cast(u32x4, all.read(x * kFragsW + w)));
-        }
-    }
-    // Says that the sums are there; of younger copies there are so many. What it returns `end`
-    // takes.
-    template <int Younger>
-    MX_MEMBER unsigned tell() const {
-        asm volatile("s_waitcnt vmcnt(%0)" ::"i"(Younger) : "memory");
-        return counts.add_for_all(lane == 0 ? 0 : kNowhere, kTold);
-    }
-    // Adds up what is the wave's to add up.
-    MX_MEMBER void end(unsigned found) const {
-        found = __builtin_amdgcn_readfirstlane(found);
-        const unsigned now =
-            __builtin_amdgcn_readfirstlane(counts.add_for_all(lane == 0 ? 0 : kNowhere, kEnded));
-        asm volatile("" ::: "memory"); // no load of sums before this
-        const unsigned number = now / kEnded;
-        if (number == splits - 1)
-            counts.store_for_all(lane == 0 ? 0 : kNowhere, 0u);
-        const unsigned before = found % kEnded == splits - 1 ? found / kEnded : 0;
-        const unsigned own = now % kEnded == splits ? 1 : 0;
-#pragma clang loop unroll(disable)
-        for (int i = 0; i < 2; ++i)
-            add_up(i == 0 ? number : 0, i == 0 ? number + own : before);
-    }
-
-  private:
-    static constexpr unsigned kTold = 1, kEnded = 1 << 16, kCount = 4;
-    static constexpr unsigned kAtOnce = 16; // sums that are loaded ahead of the first addition
-
-    MX_MEMBER unsigned of_part() const { return rows * kTileN * sizeof(float); }
-    // Shares from one to another, four features of a row a lane.
-    MX_MEMBER void add_up(unsigned begin, unsigned end) const {
-        constexpr unsigned row_pieces = kFeatures / 4;
-        using Four = Out __attribute__((ext_vector_type(4)));
-        using Words = unsigned __attribute__((ext_vector_type(sizeof(Four) / 4)));
-        const unsigned pieces = own_rows * row_pieces, last = end * pieces / splits;
-        const Tile tile{last_row, rows, 0, column * kTileN, 0, 0, 0};
-        const unsigned N = args()->N, left = N - tile.feature, row_bytes = N * sizeof(Out);
-        Out* y = static_cast<Out*>(args()->y) + static_cast<Offset>(last_row) * N;
-        const Buffer out(reinterpret_cast<unsigned char*>(y + tile.feature),
-                         rows * row_bytes - tile.feature * sizeof(Out));
-        for (unsigned p = begin * pieces / splits + lane; p - lane < last; p += kLanes) {
-            const unsigned row = first_row + p / row_pieces;
-            const unsigned feature = first_feature + p % row_pieces * 4;
-            const unsigned at = p < last ? (row * kTileN + feature) * sizeof(float) : kNowhere;
-            const Bias<MX_BIAS, 1> bias(tile, N, feature);
-            f32x4 sum = {};
-            for (unsigned i = 0; i < splits; i += kAtOnce) {
-                u32x4 some[kAtOnce];
-#pragma unroll
-                for (unsigned j = 0; j < kAtOnce; ++j)
-                    some[j] = sums.load_16_for_all(at + (i + j) * of_part()); // or zeros
-#pragma unroll
-                for (unsigned j = 0; j < kAtOnce; ++j)
-                    sum += __builtin_bit_cast(f32x4, some[j]);
-            }
-            const Four values = __builtin_convertvector(bias.added_to(sum, 0), Four);
-            const unsigned to =
-                p < last && feature < left ? row * row_bytes + feature * sizeof(Out) : kNowhere;
-            out.store(to, __builtin_bit_cast(Words, values));
-        }
-    }
-
-    const Together args;
-    unsigned splits, split, column, last_row, rows, lane, first_row, first_feature;
-    unsigned own_rows; // of the wave
-    Buffer sums, counts;
-};
-
-#endif
-
-// The present tile, or half of one, or a part, of so many steps.
+// The present tile, or half of one, of so many steps.
 template <bool IsHalf>
 MX_DEVICE void compute(Stream& stream, unsigned steps, Shelf& shelf, unsigned wave, unsigned lane) {
     stream.multiply<IsHalf>(steps, shelf);
-#if MX_LAST
-    const unsigned share = shelf.get<kShare>();
-    if (share == kNowShare) {
-        const Part part(shelf, wave, lane);
-        part.leave(stream.sums);
-        shelf.put<kShare>(part.is_any() ? kLeftShare : kNoShare);
-        return;
-    }
-    unsigned found;
-    if (share == kLeftShare)
-        found = Part(shelf, wave, lane).tell<2 * Stream::kOfStep>();
-#endif
     store_tile<IsHalf>(stream.sums, shelf.tile<kNow>(), wave, lane);
-#if MX_LAST
-    if (share == kLeftShare) {
-        shelf.put<kFound>(found);
-        shelf.put<kShare>(kToldShare);
-    }
-#endif
 }
 
 // The arguments are those of GroupedArguments, which says how they are read.
-#if MX_LAST
-#define MX_MEETINGS unsigned char*, unsigned char*,
-#define MX_SPLITS , unsigned, unsigned
-#else
-#define MX_MEETINGS
-#define MX_SPLITS
-#endif
 MX_KERNEL(kThreads)
 aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, const unsigned char*,
                                  const unsigned char*, const void*, Out*, const void*, const void*,
-                                 MX_MEETINGS Offset, Offset, Offset, Offset, int, int, int,
-                                 unsigned, unsigned, unsigned MX_SPLITS) {
+                                 Offset, Offset, Offset, Offset, int, int, int, unsigned, unsigned,
+                                 unsigned) {
     const AtOnce args;
     const unsigned K = args()->K;
     const int lane = thread_in_group() % kLanes;
@@ -1843,13 +1638,7 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
     Dealer deal(args, shelf, lane);
     Stream stream(args, shelf, Copier(K, wave, lane), K / kBlock, wave, lane);
     Tile now;
-    bool is_part = false;
-#if MX_LAST
-    is_part = deal.find_part(args, shelf, args()->groups - 1 - t, now);
-    shelf.put<kShare>(is_part ? kNowShare : kNoShare);
-    t -= is_part ? args()->workgroups : 0; // so that the next turn is the first
-#endif
-    if (!is_part && !deal.find(args, shelf, t, now)) {
+    if (!deal.find(args, shelf, t, now)) {
         stream.zeros.store_all(shelf);
         return;
     }
@@ -1861,9 +1650,9 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
         const unsigned turn = shelf.get<kTurn>() + arguments()->workgroups;
         Tile next = {};
         shelf.put<kTurn>(turn);
-        shelf.put<kIsLast>(!deal.find(Together(), shelf, turn, next));
+        shelf.put<kIsLast>(!deal.find(Anew(), shelf, turn, next));
         shelf.put_next(next);
-        const unsigned k = kDepths ? shelf.tile<kNow>().end : K;
+        const unsigned k = kWgrad ? shelf.tile<kNow>().end : K;
         const unsigned steps =
             max((k + kDepth - 1) / kDepth, 2); // no copies more than a tile ahead
         if (kHalves && shelf.get<kNow + 4>())
@@ -1875,13 +1664,5 @@ aiter_mx_grouped_gemm_persistent(const unsigned char*, const unsigned char*, con
         shelf.turn();
     }
     stream.zeros.store_all(shelf);
-#if MX_LAST
-    if (const unsigned share = shelf.get<kShare>()) {
-        const Part part(shelf, wave, lane);
-        part.end(share == kToldShare ? shelf.get<kFound>() : part.tell<0>());
-    }
-#endif
 }
-#undef MX_MEETINGS
-#undef MX_SPLITS
 #endif

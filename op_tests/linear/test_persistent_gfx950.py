@@ -18,11 +18,7 @@ from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
     cycles_of,
     fastest_large,
 )
-from aiter_mx.kernels.linear.persistent_gfx950 import (
-    PERSISTENT,
-    PERSISTENT_LAST,
-    PERSISTENT_SPLIT,
-)
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT, PERSISTENT_SPLIT
 from aiter_mx.sim.program import SimOptions
 from aiter_mx.target import Target, hardware
 from aiter_mx.trial import prepare
@@ -32,7 +28,6 @@ from op_tests.mx_reference import assert_close_to_reference
 
 GFX950, CPU = hardware("gfx950"), torch.device("cpu")
 SMALL = {"tile_m": 128, "tile_n": 128, "splits": 2}
-LAST = {"tile_m": 160, "tile_n": 128, "splits": 3}
 
 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 128), (256, 256)])
@@ -67,55 +62,9 @@ def test_a_launch_leaves_its_counts_as_it_found_them() -> None:
         assert not launch.counters.any()
 
 
-# Parts alone, beside the other workgroups' tiles, and ahead of one or two tiles of their own.
-@pytest.mark.parametrize(("M", "cu_num"), [(33, 6), (190, 16), (323, 6), (801, 8)])
-def test_a_shared_last_row_has_the_same_bits_whoever_ends_last(
-    M: int, cu_num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = (M, 160, 1056)
-    assert_same_bits_whoever_ends_last(PERSISTENT_LAST, LAST, shape, monkeypatch, cu_num)
-
-
-def test_a_shared_last_row_leaves_its_counts_as_it_found_them() -> None:
-    launch = prepare(PERSISTENT_LAST, LinearProblem(261, 160, 800, "fp32"), LAST, cu_num=7)
-    assert launch.counters is not None and launch.counters.numel() == 2 * 4
-    for seed in range(2):
-        launch.run(SimOptions(coherence=True, seed=seed))
-        assert not launch.counters.any()
-
-
 def taken(M: int, N: int, K: int) -> str:
     """The fastest with large tiles, of all code objects."""
     return fastest_large(GFX950, LARGE, LinearProblem(M, N, K))[1].kernel
-
-
-def test_a_last_row_is_shared_where_it_would_begin_another_round() -> None:
-    for M, N, K in ((1920, 5120, 6400), (3072, 5120, 6400), (1792, 9216, 7168)):
-        assert taken(M, N, K) == "persistent"
-        assert taken(M + 1, N, K) == taken(M + 32, N, K) == "persistent_last"
-    assert taken(2049, 9216, 7168) == "persistent"
-    with aiter_mx.simulate("gfx950"):
-        chosen = aiter_mx.explain("linear", M=1793, N=9216, K=7168)
-        with aiter_mx.batch_invariant():
-            invariant = aiter_mx.explain("linear", M=1793, N=9216, K=7168)
-    assert (chosen.kernel, invariant.kernel) == ("persistent_last", "persistent")
-
-
-def test_parts_of_a_last_row_have_places_and_two_steps() -> None:
-    for M, N, K in ((161, 4096, 1024), (4000, 16384, 3072), (513, 32, 16384), (256, 256, 1024)):
-        problem = LinearProblem(M, N, K)
-        for config in PERSISTENT_LAST.candidates(GFX950, problem):
-            assert PERSISTENT_LAST.misfit(GFX950, problem, config) is None
-        assert PERSISTENT_LAST.configure(GFX950, problem)["splits"] > 1
-    for M, N, K, config, told in (
-        (513, 4096, 1024, {**LAST, "splits": 9}, "288 parts, and workgroups have 256 places"),
-        (513, 512, 1024, {**LAST, "splits": 5}, "too few steps of K to be shared"),
-        (513, 512, 1056, {"tile_m": 256, "tile_n": 256, "splits": 2}, "no such tiles"),
-        (513, 512, 1024, {"tile_m": 256, "tile_n": 128, "splits": 2}, "no such tiles"),
-    ):
-        assert told in str(PERSISTENT_LAST.misfit(GFX950, LinearProblem(M, N, K), config))
-    for N, K in ((64, LEAST_SPLIT_K - 32), (65536, 4096)):
-        assert "is to be shared" in str(PERSISTENT_LAST.refusal(GFX950, LinearProblem(64, N, K)))
 
 
 def test_k_is_shared_where_tiles_are_few_and_deep() -> None:

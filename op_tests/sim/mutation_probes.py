@@ -20,13 +20,13 @@ from aiter_mx.errors import SimulatorError
 from aiter_mx.jit.build import build
 from aiter_mx.kernels.linear import KERNELS, LinearProblem
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
-from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT_LAST, PERSISTENT_SPLIT
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT_SPLIT
 from aiter_mx.kernels.spec import KernelSpec, Module
 from aiter_mx.launch import build_request
 from aiter_mx.region import Region
 from aiter_mx.runtimes.base import PackedArgs
 from aiter_mx.sim.program import Program, SimOptions
-from aiter_mx.target import Target, hardware
+from aiter_mx.target import hardware
 from op_tests.far_memory import Memory
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, random_mx
 from op_tests.sim.mutation_cases import WORKLOAD_CASES
@@ -34,6 +34,7 @@ from op_tests.sim.mutation_past import PastLaunch
 from op_tests.sim.mutation_workloads import WorkloadCase, WorkloadLaunch
 from op_tests.sim.tools import without_preload
 
+GFX950 = replace(hardware("gfx950"), cu_num=1)  # whose workgroups have all the rows they may
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GRID_X = 1 << 20  # workgroups in a grid's x, MX_MAX_GRID_X of the kernels
 _MAX_STEPS = 1 << 18  # of a launch; the probes take at most a quarter of them
@@ -80,12 +81,6 @@ class Case:
     config: Mapping[str, int]
     out_dtype: str
     probes: tuple[Probe, ...]
-    cu_num: int = 1
-
-    @property
-    def target(self) -> Target:
-        """A GPU of so many compute units: of one, workgroups have all the rows they may."""
-        return replace(hardware("gfx950"), cu_num=self.cu_num)
 
     @property
     def module(self) -> Module:
@@ -96,7 +91,7 @@ class Case:
     def image(self) -> bytes:
         """The code object."""
         problem = self.problem(self.probes[0])
-        return build(build_request(self.spec, self.target, problem, self.config)).image
+        return build(build_request(self.spec, GFX950, problem, self.config)).image
 
     def problem(self, probe: Probe) -> LinearProblem:
         """What a probe computes."""
@@ -217,34 +212,6 @@ def _persistent_split() -> Case:
     return Case("persistent_split m128 n128", PERSISTENT_SPLIT, config, "bf16", probes)
 
 
-def _persistent_last() -> Case:
-    """Workgroups have a part, a tile, both, or a part and tiles in turn; a last row has all rows of
-    both waves, or few of one."""
-    draw = {"scale_exponents": (-6, 6)}
-
-    def probe(M: int, N: int, K: int, **more: Any) -> Probe:
-        return Probe(M, N, K, "bf16", **{"draw": draw, "coherence": True, **more})
-
-    wide, apart = {"scale_exponents": (-20, 20)}, {"coherence": False}
-    finite = {"finite_scales": True, **apart}
-    probes = (
-        probe(167, 96, 672),
-        probe(1620, 160, 800, seed=1, draw=wide),
-        probe(160, 160, 1312, seed=2, schedule="round-robin"),
-        probe(1303, 160, 672, seed=3, delay=True, **apart),
-        probe(197, 160, 672, seed=4, nan=("x", "scale"), **finite),
-        probe(167, 160, 928, seed=5, nan=("w", "scale"), **finite),
-        probe(33, 160, 928, seed=6, nan=("w", "payload"), schedule="run-to-barrier", **apart),
-        probe(200, 96, 672, seed=7, nan=("x", "start"), **apart),
-        probe(200, 96, 672, seed=8, nan=("w", "first scale"), **apart),
-        probe(1379, 160, 800, seed=9, schedule="run-to-barrier"),
-        probe(1303, 160, 672, seed=10),
-        probe(200, 96, 672, seed=11, nan=("w", "start"), **apart),
-    )
-    config = {"tile_m": 160, "tile_n": 128, "splits": 3}
-    return Case("persistent_last m160 n128", PERSISTENT_LAST, config, "bf16", probes, cu_num=16)
-
-
 CASES = (
     _gemv(2, 2, 2, 1, "bf16"),
     _gemv(5, 3, 2, 1, "fp32"),
@@ -254,7 +221,6 @@ CASES = (
     _mfma((2, 4), 1, 4, 3, 1, "fp16", odd=0),
     _mfma_split((17, 30), 2, 2, 3, "bf16", odd=1),
     _persistent_split(),
-    _persistent_last(),
 )
 EVERY_CASE: tuple[AnyCase, ...] = (*CASES, *WORKLOAD_CASES)
 
@@ -266,7 +232,7 @@ class Launch:
         self.case, self.probe = case, probe
         M, N = probe.M, probe.N
         problem = case.problem(probe)
-        geometry = case.module.geometry(case.target, problem, case.config)
+        geometry = case.module.geometry(GFX950, problem, case.config)
         self.block = geometry.block
         self.grid = (2, probe.far, 1) if probe.far else geometry.grid
         before_last = _GRID_X * (probe.far - 1)
@@ -281,7 +247,7 @@ class Launch:
             drawn = torch.randn(len(self.rows), generator=generator, dtype=torch.float64) * size
             self.bias = drawn.to(_DTYPES[probe.bias])
         self.dtype = _DTYPES[case.out_dtype]
-        scalars = case.module.scalars(case.target, problem, case.config)
+        scalars = case.module.scalars(GFX950, problem, case.config)
         self._args = PackedArgs(case.module.args, scalars)
         self._place(N)
 
@@ -310,7 +276,7 @@ class Launch:
             "bias": self.bias,
         }
         spec, problem = self.case.spec, self.case.problem(self.probe)
-        told = self.case.target, problem, self.case.config
+        told = GFX950, problem, self.case.config
         shared = dict.fromkeys(_COUNTERS, 4 * spec.counters(*told))
         shared["sums"] = spec.workspace_bytes(*told)
         self._shared: dict[str, np.ndarray[Any, Any]] = {}

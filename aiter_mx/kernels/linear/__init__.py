@@ -16,11 +16,7 @@ from aiter_mx.kernels.linear.grouped import PERSISTENT_SM90
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA, MFMA_SPLIT
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.mma_ring_sm90 import MMA_RING
-from aiter_mx.kernels.linear.persistent_gfx950 import (
-    PERSISTENT,
-    PERSISTENT_LAST,
-    PERSISTENT_SPLIT,
-)
+from aiter_mx.kernels.linear.persistent_gfx950 import PERSISTENT, PERSISTENT_SPLIT
 from aiter_mx.kernels.linear.problem import (
     KEY,
     QUANTISED_FIRST,
@@ -51,7 +47,6 @@ _FOR_QUANTISED_X = (
     _WGMMA_BF16,
     _WGMMA_BF16_FEW,
     PERSISTENT_SPLIT,
-    PERSISTENT_LAST,
     PERSISTENT,
     PERSISTENT_SM90,
     DOT_SCALED,

@@ -136,13 +136,13 @@ def _fastest(target: Target, M: int, N: int, K: int) -> tuple[str, Config]:
     if M > MAX_M:  # no code of mfma is for so many rows
         _, large = fastest_large(target, LARGE, problem)
         if large == LARGEST:
-            return large.kernel, config_of_large(target, large, N, K)
+            return large.kernel, config_of_large(large)
     codes, larges = menu(target, N, K)
     cycles, kernel, config = fastest_of_codes(target, codes, problem)
     least, large = fastest_large(target, larges or (SMALLEST,), problem)
     if cycles < least:
         return kernel, config
-    return large.kernel, config_of_large(target, large, N, K)
+    return large.kernel, config_of_large(large)
 
 
 def fastest_of(target: Target, problem: LinearProblem) -> tuple[str, Config]:

@@ -268,7 +268,7 @@ def fastest_of_few(target: Target, M: int, N: int, K: int) -> tuple[str, Config]
             return "mfma_split", split[1]
     if mfma is not None:
         return "mfma", mfma[1]
-    return large.kernel, config_of_large(target, large, N, K)
+    return large.kernel, config_of_large(large)
 
 
 class Code(NamedTuple):

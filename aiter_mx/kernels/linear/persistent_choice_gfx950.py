@@ -77,16 +77,6 @@ _WORTH_SHARING = 0.95
 LEAST_SPLIT_K = 3 * 128 + BLOCK
 """Each of two workgroups has two steps of 128 k at least."""
 
-LAST = ((160, 128), (160, 256), (256, 256))
-"""Tiles of which workgroups may share the last row's: with those of 128x128, two to a compute
-unit, all take longer."""
-MOST_SPLITS = 32
-"""Workgroups that share the K of a tile of the last row."""
-_WORTH_SHARING_LAST = {160: 0.87, 256: 0.92}
-"""Likewise, by rows of a tile: with smaller ones it gains less than the fit says."""
-_OF_LAST = 6000  # cycles of such a row beside its parts' steps, which take what others do
-_OF_SUMS = 105  # of a KiB of a part's sums
-
 
 class Large(NamedTuple):
     """A code object."""
@@ -98,15 +88,12 @@ class Large(NamedTuple):
 LARGE = (
     *(Large("persistent", tile) for tile in PERSISTENT),
     *(Large("persistent_split", tile) for tile in SPLIT),
-    *(Large("persistent_last", tile) for tile in LAST),
 )
 SMALLEST = Large("persistent", (128, 128))
 
 
 def worth_of(large: Large) -> float:
     """What it may take of the time of others that are taken in its place."""
-    if large.kernel == "persistent_last":
-        return _WORTH_SHARING_LAST[large.tile[0]]
     return _WORTH_SHARING if large.kernel == "persistent_split" else 1.0
 
 
@@ -135,28 +122,17 @@ class Rows(NamedTuple):
     """Numbers of rows of x, in tiles.
 
     Attributes:
-        whole: in those of ``persistent``, then all but the last row in those of ``LAST``.
+        whole: in those of ``persistent``.
         split: in those of ``persistent_split``.
-        last: rows of x in the last row of tiles, of ``LAST``; infinitely many where there is no
-            other row, as two that share K are the alternative.
     """
 
     whole: InRows
     split: InRows
-    last: Array
 
 
 def in_rows(rows: Array) -> Rows:
     """Numbers of rows of x in all tiles."""
-    whole, split, last = (_columns(tiles)[0] for tiles in (PERSISTENT, SPLIT, LAST))
-    left = (rows - 1) % last + 1
-    below = rows - left
-    every = [_in_rows(rows, whole), _in_rows(np.maximum(below, 1), last)]
-    return Rows(
-        InRows(*map(np.concatenate, zip(*every, strict=True))),
-        _in_rows(rows, split),
-        np.where(below > 0, left, inf),
-    )
+    return Rows(*(_in_rows(rows, _columns(tiles)[0]) for tiles in (PERSISTENT, SPLIT)))
 
 
 def _columns(of: Iterable[tuple[float, ...]]) -> tuple[Any, ...]:
@@ -164,11 +140,8 @@ def _columns(of: Iterable[tuple[float, ...]]) -> tuple[Any, ...]:
     return tuple(np.array([*of], float).T[..., None])
 
 
-_WHOLE_TILES = (*PERSISTENT, *LAST)
-_WHOLE = Persistent(*_columns(PERSISTENT[tile] for tile in _WHOLE_TILES))
-_WHOLE_N, _SPLIT_N, _LAST_N = (_columns(of)[1] for of in (_WHOLE_TILES, SPLIT, LAST))
-_SPLIT = Split(*_columns(SPLIT.values()))
-(_LAST_STEP,) = _columns((PERSISTENT[tile].step,) for tile in LAST)
+_WHOLE_N, _SPLIT_N = (_columns(tiles)[1] for tiles in (PERSISTENT, SPLIT))
+_WHOLE, _SPLIT = Persistent(*_columns(PERSISTENT.values())), Split(*_columns(SPLIT.values()))
 
 
 def _whole_cycles(target: Target, rows: InRows, tile_n: Any, of: Persistent, N: int, K: int) -> Any:
@@ -200,40 +173,15 @@ def _together(steps: Any, weights: Any) -> Any:
     return ((steps * steps + weights * weights) ** 0.5) ** 0.5
 
 
-def last_splits(target: Target, tile: Tile, N: int, K: int) -> int:
-    """Workgroups that share a tile of the last row: no more than make parts as short; 0 where none
-    may. Scales that are copied one by one, at odd numbers of a row's, leave the largest tile no
-    registers for it."""
-    chunks = -(-K // 128)
-    most = min(MOST_SPLITS, target.cu_num // -(-N // tile[1]), chunks // 2)
-    if most < 2 or not may_share_last(tile, K):
-        return 0
-    return -(-chunks // -(-chunks // most))
-
-
-def may_share_last(tile: Tile, K: int) -> bool:
-    return tile in LAST and (tile != (256, 256) or K // BLOCK % 2 == 0)
-
-
-def _last_cycles(whole: Any, left: Any, tile_n: Any, step: Any, K: int, splits: Any) -> Any:
-    """With other rows of tiles, which take ``whole``, and so many of x in the last one."""
-    chunks = -(-K // 128)
-    steps = -(-chunks // splits)
-    return whole + _OF_LAST + steps * step + left * tile_n * (_OF_SUMS / 256)
-
-
 def large_cycles(target: Target, rows: Rows, N: int, K: int) -> Array:
     """What each of ``LARGE`` takes, with a column for each number of rows of x; infinitely long
     where it is not to be taken."""
     if N % BLOCK:
-        return np.full((len(LARGE), rows.last.shape[1]), inf)
-    each = _whole_cycles(target, rows.whole, _WHOLE_N, _WHOLE, N, K)
-    whole, others = each[: len(PERSISTENT)], each[len(PERSISTENT) :]
+        return np.full((len(LARGE), rows.whole.down.shape[1]), inf)
+    whole = _whole_cycles(target, rows.whole, _WHOLE_N, _WHOLE, N, K)
     may_split = _may_split(target, rows.split, _SPLIT_N, N, K)
     split = np.where(may_split, _split_cycles(target, rows.split, _SPLIT_N, _SPLIT, N, K), inf)
-    splits = np.array([[last_splits(target, tile, N, K)] for tile in LAST])
-    last = _last_cycles(others, rows.last, _LAST_N, _LAST_STEP, K, np.maximum(splits, 1))
-    return np.concatenate((whole, split, np.where(splits, last, inf)))
+    return np.concatenate((whole, split))
 
 
 def cycles_of(target: Target, large: Large, problem: LinearProblem) -> float:
@@ -247,22 +195,15 @@ def cycles_of(target: Target, large: Large, problem: LinearProblem) -> float:
             return inf
         return float(_split_cycles(target, rows, tile_n, SPLIT[large.tile], N, K))
     of = PERSISTENT[large.tile]
-    if large.kernel == "persistent":
-        return float(_whole_cycles(target, _in_rows(M, tile_m), tile_n, of, N, K))
-    left, splits = (M - 1) % tile_m + 1, last_splits(target, large.tile, N, K)
-    if left == M or not splits:
-        return inf
-    whole = _whole_cycles(target, _in_rows(M - left, tile_m), tile_n, of, N, K)
-    return float(_last_cycles(whole, left, tile_n, of.step, K, splits))
+    return float(_whole_cycles(target, _in_rows(M, tile_m), tile_n, of, N, K))
 
 
-def config_of_large(target: Target, large: Large, N: int, K: int) -> Config:
+def config_of_large(large: Large) -> Config:
     """Its configuration."""
     tile_m, tile_n = large.tile
     if large.kernel == "persistent":
         return config_of(tile_m, tile_n)
-    splits = 2 if large.kernel == "persistent_split" else last_splits(target, large.tile, N, K)
-    return {"tile_m": tile_m, "tile_n": tile_n, "splits": splits}
+    return {"tile_m": tile_m, "tile_n": tile_n, "splits": 2}
 
 
 def fastest_large(
@@ -273,9 +214,7 @@ def fastest_large(
 
 
 def fastest_first(kernel: str, target: Target, problem: LinearProblem) -> list[Config]:
-    """The configurations of one of these kernels, of ``persistent_last`` those that may share."""
-    N, K, own = problem.N, problem.K, [large for large in LARGE if large.kernel == kernel]
-    if kernel == "persistent_last":
-        own = [large for large in own if last_splits(target, large.tile, N, K)]
+    """The configurations of one of these kernels."""
+    own = [large for large in LARGE if large.kernel == kernel]
     ordered = sorted((cycles_of(target, large, problem), large) for large in own)
-    return [config_of_large(target, large, N, K) for _, large in ordered]
+    return [config_of_large(large) for _, large in ordered]

@@ -1,6 +1,5 @@
-"""The CDNA4 grouped GEMM, csrc/grouped/persistent_gfx950.cu, as three kernels of the linear:
-``persistent``, ``persistent_split``, two workgroups of which share the K of a tile, and
-``persistent_last``, several of which share that of each tile of the last row."""
+"""The CDNA4 grouped GEMM, csrc/grouped/persistent_gfx950.cu, as two kernels of the linear:
+``persistent``, and ``persistent_split``, two workgroups of which share the K of a tile."""
 
 from __future__ import annotations
 
@@ -11,35 +10,14 @@ from typing import cast
 from aiter_mx.kernels.grouped_gemm import persistent_gfx950 as grouped
 from aiter_mx.kernels.linear.choice_gfx950 import configuring, yielding
 from aiter_mx.kernels.linear.grouped import as_linear, one_group
-from aiter_mx.kernels.linear.persistent_choice_gfx950 import (
-    LAST,
-    LEAST_SPLIT_K,
-    MOST_SPLITS,
-    SPLIT,
-    fastest_first,
-    last_splits,
-    may_share_last,
-)
+from aiter_mx.kernels.linear.persistent_choice_gfx950 import LEAST_SPLIT_K, SPLIT, fastest_first
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.spec import (
-    Config,
-    Geometry,
-    Module,
-    Param,
-    numbers,
-    place_of,
-    pointers,
-)
+from aiter_mx.kernels.spec import Config, Geometry, Module, Param, place_of, pointers
 from aiter_mx.target import Target
 
-_WAVES, _DEPTH = 4, 128  # of a workgroup, and k of a step
+_WAVES = 4  # of a workgroup
 _SUM_BYTES = 4
 _ROWS, _FEATURES = (tuple(sorted(set(sizes))) for sizes in zip(*SPLIT, strict=True))
-_LAST_PARAMS = (
-    Param("tile_m", tuple(sorted({m for m, _ in LAST})), "rows of x in a tile"),
-    Param("tile_n", tuple(sorted({n for _, n in LAST})), "features in a tile"),
-    Param("splits", tuple(range(2, MOST_SPLITS + 1)), "workgroups that share a last tile's K"),
-)
 _SPLIT_PARAMS = (
     Param("tile_m", _ROWS, "rows of x in a tile"),
     Param("tile_n", _FEATURES, "features in a tile"),
@@ -67,11 +45,7 @@ def _whole(config: Config) -> Config:
 
 
 def _tiles(problem: LinearProblem, config: Config) -> int:
-    return -(-problem.M // config["tile_m"]) * _columns(problem, config)
-
-
-def _columns(problem: LinearProblem, config: Config) -> int:
-    return -(-problem.N // config["tile_n"])
+    return -(-problem.M // config["tile_m"]) * -(-problem.N // config["tile_n"])
 
 
 def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
@@ -80,13 +54,10 @@ def _split_refusal(target: Target, problem: LinearProblem) -> str | None:
     return _LINEAR.refusal(target, problem)
 
 
-def _sharing_candidates(kernel: str) -> Callable[[Target, LinearProblem], list[Config]]:
-    def candidates(target: Target, problem: LinearProblem) -> list[Config]:
-        found = fastest_first(kernel, target, problem)
-        configured = _configuring(kernel)(target, problem) if found else {}
-        return sorted(found, key=lambda config: config != configured)
-
-    return candidates
+def _split_candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    configured = _split_configure(target, problem)
+    found = fastest_first("persistent_split", target, problem)
+    return sorted(found, key=lambda config: config != configured)
 
 
 def _split_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
@@ -114,55 +85,6 @@ def _sum_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
     return _tiles(problem, config) * config["tile_m"] * config["tile_n"] * _SUM_BYTES
 
 
-def _last_refusal(target: Target, problem: LinearProblem) -> str | None:
-    if not any(last_splits(target, tile, problem.N, problem.K) for tile in LAST):
-        return f"no row of tiles of M={problem.M}, N={problem.N}, K={problem.K} is to be shared"
-    return _LINEAR.refusal(target, problem)
-
-
-def _last_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {**_defines(target, problem, _whole(config)), "MX_LAST": 1}
-
-
-def _last_workgroups(target: Target, problem: LinearProblem, config: Config) -> tuple[int, int]:
-    """Those with whole tiles, and all; one for each tile and part where there are places enough."""
-    tile_m, splits, whole = config["tile_m"], config["splits"], _whole(config)
-    places = target.cu_num * grouped.resident(one_group(problem), whole)
-    parts = _columns(problem, config) * splits
-    for is_wrong, why in (
-        (not may_share_last((tile_m, config["tile_n"]), problem.K), "there are no such tiles"),
-        (parts > places, f"{parts} parts, and workgroups have {places} places"),
-        (2 * splits > -(-problem.K // _DEPTH), "too few steps of K to be shared"),
-    ):
-        if is_wrong:
-            raise ValueError(f"{dict(config)} does not fit {problem}: {why}")
-    tiles = (problem.M - 1) // tile_m * _columns(problem, config)
-    halves = tiles * grouped.parts_of_last(whole)
-    with_tiles = halves if halves <= places else min(tiles, places)
-    return with_tiles, min(with_tiles + parts, places)
-
-
-def _last_geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-    assert _LINEAR.module is not None
-    plain = _LINEAR.module.geometry(target, problem, _whole(config))
-    return replace(plain, grid=(_last_workgroups(target, problem, config)[1], 1, 1))
-
-
-def _last_scalars(
-    target: Target, problem: LinearProblem, config: Config
-) -> tuple[int | float, ...]:
-    assert _LINEAR.module is not None
-    *sizes, _, _ = _LINEAR.module.scalars(target, problem, _whole(config))
-    with_tiles, every = _last_workgroups(target, problem, config)
-    return (*sizes, with_tiles, config["tile_m"], config["splits"], every)
-
-
-def _last_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
-    """Of the rows that there are."""
-    parts, tile_m = _columns(problem, config) * config["splits"], config["tile_m"]
-    return parts * ((problem.M - 1) % tile_m + 1) * config["tile_n"] * _SUM_BYTES
-
-
 def _meeting(module: Module) -> Module:
     """That whose workgroups meet."""
     after = place_of(module.args, "ends") + 1
@@ -172,7 +94,7 @@ def _meeting(module: Module) -> Module:
 
 _LINEAR = as_linear(grouped.PERSISTENT)
 _MODULE = cast(Module, _LINEAR.module)
-_MEETING = _meeting(_MODULE)
+_split_configure = _configuring("persistent_split")
 
 PERSISTENT = replace(
     _LINEAR,
@@ -186,11 +108,11 @@ PERSISTENT_SPLIT = replace(
     name="persistent_split",
     params=_SPLIT_PARAMS,
     refusal=_split_refusal,
-    configure=_configuring("persistent_split"),
-    candidates=_sharing_candidates("persistent_split"),
+    configure=_split_configure,
+    candidates=_split_candidates,
     modules=(
         replace(
-            _MEETING,
+            _meeting(_MODULE),
             symbol="aiter_mx_linear_persistent_split",
             defines=_split_defines,
             geometry=_split_geometry,
@@ -200,25 +122,4 @@ PERSISTENT_SPLIT = replace(
     workspace_bytes=_sum_bytes,
     counters=lambda target, problem, config: _tiles(problem, config) * _WAVES * 2,
     yields=yielding("persistent_split"),
-)
-
-PERSISTENT_LAST = replace(
-    _LINEAR,
-    name="persistent_last",
-    params=_LAST_PARAMS,
-    refusal=_last_refusal,
-    configure=_configuring("persistent_last"),
-    candidates=_sharing_candidates("persistent_last"),
-    modules=(
-        replace(
-            _MEETING,
-            args=(*_MEETING.args, *numbers("i32", "splits", "groups")),
-            defines=_last_defines,
-            geometry=_last_geometry,
-            scalars=_last_scalars,
-        ),
-    ),
-    workspace_bytes=_last_bytes,
-    counters=lambda target, problem, config: _columns(problem, config) * _WAVES,
-    yields=yielding("persistent_last"),
 )

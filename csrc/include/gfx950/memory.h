@@ -51,12 +51,9 @@ class Buffer {
     MX_MEMBER unsigned load_two_bytes(unsigned offset, unsigned further = 0) const {
         return __builtin_amdgcn_raw_buffer_load_b16(rsrc, offset, further, kCached);
     }
-    // 16 bytes, or 8; none beyond the length.
+    // 16 bytes; none beyond the length.
     MX_MEMBER void store(unsigned offset, u32x4 values) const {
         __builtin_amdgcn_raw_buffer_store_b128(values, rsrc, offset, 0, kCached);
-    }
-    MX_MEMBER void store(unsigned offset, u32x2 values) const {
-        __builtin_amdgcn_raw_buffer_store_b64(values, rsrc, offset, 0, kCached);
     }
     // A result; none beyond the length.
     template <class T>

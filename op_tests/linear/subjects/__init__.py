@@ -5,10 +5,7 @@ from __future__ import annotations
 from op_tests.conformance import alone
 from op_tests.linear.subjects.gfx950 import GEMV, MFMA_GFX950, MFMA_SPLIT_GFX950
 from op_tests.linear.subjects.mma_sm90 import MMA_REGISTERS, MMA_RING
-from op_tests.linear.subjects.persistent_gfx950 import (
-    PERSISTENT_LAST_GFX950,
-    PERSISTENT_SPLIT_GFX950,
-)
+from op_tests.linear.subjects.persistent_gfx950 import PERSISTENT_SPLIT_GFX950
 from op_tests.linear.subjects.subject import Case, Subject
 from op_tests.linear.subjects.wgmma_bf16_sm90 import (
     WGMMA_BF16,
@@ -37,7 +34,6 @@ SUBJECTS = (
     MFMA_GFX950,
     MFMA_SPLIT_GFX950,
     PERSISTENT_SPLIT_GFX950,
-    PERSISTENT_LAST_GFX950,
     MMA_REGISTERS,
     MMA_RING,
     WGMMA_FP8,

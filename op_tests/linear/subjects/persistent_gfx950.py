@@ -1,4 +1,4 @@
-"""The subjects on gfx950 with large tiles whose workgroups share K.
+"""The subject on gfx950 with large tiles whose workgroups share K.
 
 What a tile's steps do otherwise is tried as a grouped GEMM (``op_tests/grouped``).
 """
@@ -35,47 +35,6 @@ def _swept(tile: tuple[int, int], blocks: int, dtype: str, bias: str) -> list[Ca
     return cases
 
 
-# Likewise for a shared last row, of which one wave has rows, or two, beside no other row of tiles
-# or some, in one round of workgroups or several; the largest tile by halves.
-_LAST = [
-    ((160, 128), 4, "bf16", "none"),
-    ((160, 128), 1, "fp32", "fp32"),
-    ((160, 256), 2, "fp16", "none"),
-    ((256, 256), 4, "fp32", "none"),
-    ((256, 256), 2, "bf16", "bf16"),
-]
-_FEW_LAST = _split(160, 128, 3)
-
-
-def _swept_last(tile: tuple[int, int], blocks: int, dtype: str, bias: str) -> list[Case]:
-    draw, cases = random.Random(f"last {tile} {blocks}"), []
-    for _ in range(8):
-        down, splits = draw.choice([0, 1, 2, 3]), draw.choice([2, 3, 5])
-        M = max(
-            17, down * tile[0] + draw.choice([1, draw.randint(1, 40), draw.randint(1, tile[0])])
-        )
-        N = 32 * draw.choice([1, 3, tile[1] // 32, tile[1] // 32 + 1])
-        K = 32 * blocks * ((8 * splits // blocks + draw.randint(0, 12)) | (blocks < 4))
-        columns = -(-N // tile[1])
-        cu_num = columns * splits + draw.choice([0, 1, 3])
-        cases.append(Case(M, N, K, _split(*tile, splits), cu_num, dtype, bias))
-    return cases
-
-
-PERSISTENT_LAST_GFX950 = Subject(
-    "persistent_last",
-    ("sim", "gfx950"),
-    [_swept_last(*swept) for swept in _LAST],
-    few=[Case(197, 160, 800, _FEW_LAST), Case(161, 160, 1312, _FEW_LAST)],
-    dtypes=("fp32",),
-    least_rows=156,
-    most_rows=163,
-    of_rows=lambda M: _FEW_LAST,
-    width=(160, 800),
-    with_bias=[Case(165, 160, 1120, _FEW_LAST)],
-    underflow=2.0**-149,
-    repeats=[(1921, 2112, 3584, _split(160, 128, 7))],
-)
 PERSISTENT_SPLIT_GFX950 = Subject(
     "persistent_split",
     ("sim", "gfx950"),
