@@ -33,9 +33,19 @@ def test_saved_times_of_all_but_the_linear_meet_the_bars(saved: pd.DataFrame) ->
     assert above_bars(saved[saved.op != "linear"]) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="choosing a weight's tiles takes longer: docs/serving.md")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_saved_times_of_the_linear_meet_the_bars(saved: pd.DataFrame, arch: str) -> None:
+def test_the_slowest_of_a_hundred_saved_routes_of_the_linear_meet_the_bars(
+    saved: pd.DataFrame, arch: str
+) -> None:
+    missed = above_bars(saved[(saved.op == "linear") & (saved.arch == arch)])
+    assert all(each.keys() <= {"median_us"} for each in missed.values())
+
+
+@pytest.mark.xfail(strict=True, reason="shapes that are logged take longer: docs/serving.md")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_median_of_saved_routes_of_the_linear_meets_the_bar(
+    saved: pd.DataFrame, arch: str
+) -> None:
     assert above_bars(saved[(saved.op == "linear") & (saved.arch == arch)]) == {}
 
 
