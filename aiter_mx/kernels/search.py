@@ -67,10 +67,6 @@ class Search:
                 best, least.cost = found, found[0]
         return None if best is None else (best[0], self._config(best[2]))
 
-    def has_less(self, target: Target, problem: Problem, cost: float) -> bool:
-        """Whether any configuration costs less."""
-        return any(found[0] < cost for found in self.costs(target, problem, Least(cost)))
-
     def candidates(self, target: Target, problem: Problem) -> list[Config]:
         """Those that a tuner should time, the best first."""
         taken: Counter[Values] = Counter()
