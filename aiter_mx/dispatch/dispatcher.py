@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +11,8 @@ from itertools import product
 from typing import Any
 
 from aiter_mx import invariance
-from aiter_mx.dispatch.cells import SCOPE, SHAPE, told_source
+from aiter_mx.dispatch import misses
+from aiter_mx.dispatch.cells import told_source
 from aiter_mx.dispatch.route import Clause, Route
 from aiter_mx.dispatch.tables import NO_ROWS, Row, Rows, load_rows
 from aiter_mx.forks import Lock
@@ -29,11 +29,8 @@ from aiter_mx.target import ENVIRONMENT, Target, environment_key
 
 _logged: set[tuple[str, str, int, Key]] = set()
 _logged_lock = Lock()
-_unwritable: set[str | bytes] = set()
 _misfits: set[str] = set()
 _LOG = logging.getLogger("aiter_mx")
-_APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-"""Without waiting, as nobody may ever read a pipe."""
 _LOG_UNTUNED = environment_key("AITER_MX_LOG_UNTUNED")
 _OF_16_BITS = ("bf16", "fp16")
 
@@ -233,12 +230,12 @@ def _why_none(op: str, target: Target, key: Key, rows: Rows) -> str:
 
 
 def _shown(op: str, key: Key) -> str:
-    return _form_of_keys(op).format(*key)
+    return _form_of_keys(op) % key
 
 
 @cache
 def _form_of_keys(op: str) -> str:
-    return " ".join(f"{name}={{}}" for name in key_columns(op))
+    return " ".join(f"{name}=%s" for name in key_columns(op))
 
 
 def _distance(shape: Key, key: Key) -> float:
@@ -265,22 +262,4 @@ def _log_miss(op: str, target: Target, key: Key) -> None:
         if asked in _logged:
             return
         _logged.add(asked)
-        line = f"{target.arch},{target.cu_num},{op},{_shown(op, key)}\n"
-        # One write to a file opened for appending: ranks that share it do not cut lines in two.
-        try:
-            handle = os.open(path, _APPENDING, 0o644)
-            try:
-                if os.fstat(handle).st_size == 0:
-                    line = ",".join((*SCOPE, SHAPE)) + "\n" + line
-                os.write(handle, line.encode())
-            finally:
-                os.close(handle)
-        except OSError as error:  # a full disk ends the list of shapes, not the server
-            if path not in _unwritable:
-                _unwritable.add(path)
-                _LOG.warning(
-                    "AITER_MX_LOG_UNTUNED names %r, which cannot be written (%s): shapes without "
-                    "a tuned row are missing from it",
-                    os.fsdecode(path),
-                    error.strerror,
-                )
+        misses.append(path, f"{target.arch},{target.cu_num},{op},{_shown(op, key)}\n")
