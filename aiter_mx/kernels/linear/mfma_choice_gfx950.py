@@ -79,7 +79,7 @@ def _costs(
 ) -> Iterator[Costed]:
     """A fit to the model of time, in cycles; then what to have less of where it is equal."""
     shared, is_odd = splits != (1,), has_odd_blocks(problem.K)
-    a_round, a_step = FITTED["round"], FITTED["step"]
+    a_round, a_step, a_sum = FITTED["round"], FITTED["step"], FITTED["sum"]
     for lowest, asked, of_busiest, steps, way, own_blocks in sorted(
         _bounds(splits, target, problem, least)
     ):
@@ -95,8 +95,9 @@ def _costs(
                     continue
                 held = _held(row_tiles, col_tiles, fold, waves, unroll, is_odd)
                 if held:
-                    rounds = max(1.0, of_busiest / held)
-                    cost = asked + rounds * _round(way, waves, turns, unroll)
+                    tiles, sums = _loop(row_tiles, col_tiles, fold, waves, unroll)
+                    rounds = max(1.0, of_busiest / held)  # each as _round has it
+                    cost = asked + rounds * (a_round + a_step * (turns * tiles) + a_sum * sums)
                     if cost <= least.cost:
                         values = (row_tiles, fold, waves, unroll, own_blocks)
                         further = (way.splits,) if shared else ()
@@ -137,16 +138,24 @@ class _Weighed(NamedTuple):
 
     Attributes:
         way, blocks: it, and the parameter ``blocks``.
-        most_waves: that a workgroup may have.
+        of_tile: workgroups of a tile of w.
+        wait: for a line of w, in waits for one of x.
+        meetings: of workgroups that share K, one after the other.
+        step_k: of K, in a step of all that share it.
         slots: waves that a compute unit holds at once.
+        fewest: turns of a workgroup, with as many waves as it may have.
         tiles: of a wave's step.
         sums: of a workgroup's waves, at least.
     """
 
     way: Way
     blocks: int
-    most_waves: int
+    of_tile: int
+    wait: float
+    meetings: int
+    step_k: int
     slots: int
+    fewest: float
     tiles: int
     sums: float
 
@@ -158,11 +167,20 @@ def _ways(M: int, splits: tuple[int, ...]) -> list[_Weighed]:
 
 
 def _weighed(way: Way, blocks: int) -> _Weighed:
-    rows, cols = way.row_tiles, way.col_tiles
-    slots = resident_at(rows, cols, 1, 1)
+    rows, fold, splits, of_x, cols, _ = way
     most_waves = max((waves for waves in WAVES if resident_at(rows, cols, waves, 1)), default=1)
-    sums = way.fold * rows * cols * (SIDE // way.fold) ** 2 / LANES
-    return _Weighed(way, blocks, most_waves, slots, rows + cols, sums)
+    return _Weighed(
+        way,
+        blocks,
+        of_tile=of_x * splits,
+        wait=1 + _FROM_MEMORY / of_x,
+        meetings=_meetings(splits),
+        step_k=TILE_K * fold * splits,
+        slots=resident_at(rows, cols, 1, 1),
+        fewest=1 / most_waves,
+        tiles=rows + cols,
+        sums=fold * rows * cols * (SIDE // fold) ** 2 / LANES,
+    )
 
 
 def _ways_of(M: int, splits: tuple[int, ...]) -> Iterator[tuple[Way, int]]:
@@ -202,30 +220,34 @@ def _bounds(
     ahead = memory + FITTED["round"]
     most = least.cost / ROUNDED_OFF - ahead
     a_step, a_sum, a_line = FITTED["step"], FITTED["sum"], FITTED["lines"] * row_kib(K)
-    meetings = [_meeting(shared) for shared in range(1, SPLITS.values[-1] + 1)]
+    a_meeting = FITTED["split"]
     # As work_at and _asked have it, without calls: there are dozens of ways, and most end here.
-    for way, own_blocks, most_waves, slots, tiles, sums in _ways(problem.M, splits):
-        row_tiles, fold, shared, blocks, _, block_rows = way
-        of_tile = blocks * shared
+    for way, own, of_tile, wait, meetings, step_k, slots, fewest, tiles, sums in _ways(
+        problem.M, splits
+    ):
+        row_tiles, fold, shared, _, _, block_rows = way
         of_busiest = -(-(-(-N * fold // (SIDE * row_tiles)) * of_tile) // cu_num)
         groups = of_busiest * cu_num // of_tile
         if groups > N:
             groups, of_busiest = N, -(-N * of_tile // cu_num)
-        rows = -(-N // groups) * (1 + _FROM_MEMORY / blocks) + block_rows
-        asked = a_line * of_busiest * rows / shared + meetings[shared - 1]
+        rows = -(-N // groups) * wait + block_rows
+        asked = a_line * of_busiest * rows / shared + a_meeting * meetings
         if asked < most:
-            turns = of_busiest / slots
-            if turns * most_waves < 1:
-                turns = 1 / most_waves
-            steps = -(-K // (TILE_K * fold * shared))
+            turns, steps = of_busiest / slots, -(-K // step_k)
+            turns = turns if turns > fewest else fewest
             in_turn = asked + a_step * turns * steps * tiles + a_sum * sums
             if in_turn <= most:
-                yield in_turn + ahead, memory + asked, of_busiest, steps, way, own_blocks
+                yield in_turn + ahead, memory + asked, of_busiest, steps, way, own
+
+
+def _meetings(splits: int) -> int:
+    """Of workgroups that share K, one after the other."""
+    return (splits - 1).bit_length()
 
 
 def _meeting(splits: int) -> float:
-    """Of workgroups that share K."""
-    return (splits - 1).bit_length() * FITTED["split"]
+    """What they take."""
+    return _meetings(splits) * FITTED["split"]
 
 
 def _asked(way: Way, work: Work, K: int) -> float:

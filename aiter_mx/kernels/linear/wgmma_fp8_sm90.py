@@ -3,7 +3,7 @@ csrc/linear/wgmma_fp8_sm90.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -118,7 +118,7 @@ def _costs(target: Target, problem: LinearProblem, least: Least) -> Iterator[Cos
     fitted = _fitted(problem)
     between = fitted.between_passes
     for bound, tile in _bounds(target, problem, fitted):
-        if bound > least.cost:
+        if bound * ROUNDED_OFF > least.cost:
             break
         found = layout_of(target, problem, *tile)
         if found is None:
@@ -208,7 +208,7 @@ def _grid(target: Target, fitted: WgmmaFp8, groups_of_x: int) -> _Grid:
 
 def _bounds(
     target: Target, problem: LinearProblem, fitted: WgmmaFp8
-) -> list[tuple[float, tuple[int, int, int]]]:
+) -> Iterable[tuple[float, tuple[int, int, int]]]:
     """What clusters of each size take at least, by their warpgroups, the least first: their work
     without padding of w."""
     of, power = _grid(target, fitted, groups_of_x(problem)), fitted.together
@@ -226,9 +226,9 @@ def _bounds(
     exchanged = passes * of.of_pass + of.of_sums * (rows_m * share)
     bounds = (copied**power + computed**power) ** (1 / power) + exchanged
     bounds[passes > passes_of(problem)[-1]] = inf
-    bounds *= ROUNDED_OFF
     order = bounds.argsort()
-    return list(zip(bounds[order].tolist(), [of.tiles[at] for at in order.tolist()], strict=True))
+    tiles = map(of.tiles.__getitem__, order.tolist())  # most are not asked for
+    return zip(bounds[order].tolist(), tiles, strict=True)
 
 
 def cycles_of_pass(
