@@ -172,6 +172,18 @@ def test_many_rows_wait_for_no_menu_where_the_largest_tile_is_the_fastest_of_all
     assert spared > 20
 
 
+def test_the_largest_tile_is_no_code_object_beside_a_menu_of_seven() -> None:
+    draw, full = random.Random("eighth"), 0
+    rows = [draw.randrange(4097, 32_769) for _ in range(200)]
+    small = [(hardware("gfx950"), *shape) for shape in ((384, 1536), (384, 2048), (288, 15424))]
+    for target, N, K in (*small, *_weights("eighth", 30)):
+        codes, larges = menu(target, N, K)
+        fastest = {fastest_large(target, LARGE, LinearProblem(M, N, K))[1] for M in rows}
+        assert len({*codes, *larges} | ({LARGEST} & fastest)) <= MOST_CODES
+        full += len({*codes, *larges}) == MOST_CODES
+    assert full > 10
+
+
 def test_a_menu_loses_little_beside_all_code_objects() -> None:
     """Of what is the fastest of all at each number of rows: on average, and at most."""
     draw, lost = random.Random("lost"), []

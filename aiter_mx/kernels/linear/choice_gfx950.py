@@ -60,6 +60,7 @@ _NEVER = 1e6
 LARGEST = Large("persistent", (256, 256))
 """Nearly every menu has it, and it is the fastest of all for nine of ten problems of many rows:
 these are not to wait for a menu."""
+_OF_LARGEST = LARGE.index(LARGEST)
 
 
 class Menu(NamedTuple):
@@ -93,19 +94,28 @@ def menu(target: Target, N: int, K: int) -> Menu:
     if not covered.all():
         costs, best, says = costs[:, covered], best[covered], says[covered]
     (near,) = np.logical_or.reduce(costs < _NEAR_BEST * best, axis=1).nonzero()
-    lost = costs[near] / best - 1
-    np.minimum(lost * lost * says, _NEVER, out=lost)
-    chosen = near[_fewest(lost)].tolist()
+    lost = _lost(costs[near], best, says)
+    chosen = near[_fewest(lost, MOST_CODES)].tolist()
+    lacks_largest = _OF_LARGEST not in chosen and costs[_OF_LARGEST, 0] < inf
+    if len(chosen) == MOST_CODES and lacks_largest:  # which calls take all the same
+        lost = np.minimum(lost, _lost(costs[_OF_LARGEST], best, says))
+        chosen = [_OF_LARGEST, *near[_fewest(lost, MOST_CODES - 1)].tolist()]
     return Menu(
         tuple(codes.code(at - first) for at in chosen if at >= first),
         tuple(LARGE[at] for at in chosen if at < first),
     )
 
 
-def _fewest(lost: Array) -> list[int]:
+def _lost(costs: Array, best: Array, says: Array) -> Array:
+    """Squares of what is lost beside the best."""
+    lost = costs / best - 1
+    return np.minimum(lost * lost * says, _NEVER, out=lost)
+
+
+def _fewest(lost: Array, most: int) -> list[int]:
     """Those that lose the least together: one after the other, then each anew beside the others."""
     chosen, had, left = list[int](), inf, lost
-    while len(chosen) < MOST_CODES:
+    while len(chosen) < most:
         at, least = _least(left)
         if had - least <= _WORTH_A_CODE * lost.shape[1]:
             break
