@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aiter_mx.checks import check_tensor, refuse_less, refuse_no_whole_number
+from aiter_mx.checks import check_tensor, checking, refuse_less, refuse_no_whole_number
 from aiter_mx.compat.names import renamed
 from aiter_mx.ops.moe_align import moe_align
 
@@ -86,7 +86,9 @@ def batched_moe_align_block_size(
     Args:
         max_tokens_per_batch: rows that each expert has room for.
         block_size: ids of a block.
-        expert_num_tokens: int32 ``[batches]``, on the device: rows of each expert that count.
+        expert_num_tokens: int32 ``[batches]``, on the device: rows of each expert that count, 0 to
+            max_tokens_per_batch. Where it is not read, more are taken as max_tokens_per_batch and
+            fewer as 0; vLLM's own function writes past its lists then.
 
     Returns:
         sorted_token_ids: int32 ``[batches * max_tokens_per_batch]``, of which each batch's rows are
@@ -95,13 +97,28 @@ def batched_moe_align_block_size(
         num_tokens_post_padded: int32 ``[1]``.
 
     Raises:
-        TypeError, ValueError: arguments other than those above.
+        TypeError, ValueError: arguments other than those above; of counts where they are on the CPU
+            or ``AITER_MX_CHECK=1`` asks for it.
     """
     refuse_no_whole_number(max_tokens_per_batch=max_tokens_per_batch, block_size=block_size)
     refuse_less(1, block_size=block_size)
     refuse_less(0, max_tokens_per_batch=max_tokens_per_batch)
     integers = (torch.int32, torch.int64)
     counts = check_tensor("expert_num_tokens", expert_num_tokens, integers, ("batches",)).long()
+    if counts.device.type == "cpu" or checking():
+        for batch, count in enumerate(counts.tolist()):
+            if not 0 <= count <= max_tokens_per_batch:
+                raise ValueError(
+                    f"expert_num_tokens must be 0 to max_tokens_per_batch={max_tokens_per_batch}, "
+                    f"got {count} of batch {batch}"
+                )
+    return _lists_of_batches(max_tokens_per_batch, block_size, counts)
+
+
+def _lists_of_batches(
+    max_tokens_per_batch: int, block_size: int, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = counts.clamp(0, max_tokens_per_batch)
     batches, device = len(counts), counts.device
     blocks = (counts + block_size - 1) // block_size
     ends = blocks.cumsum(0)

@@ -102,6 +102,17 @@ def test_vllms_lists_of_batches() -> None:
     assert not vllm.batched_moe_align_block_size(8, 4, counts * 0)[2].any()
 
 
+@pytest.mark.parametrize("count", [9, -1, 2**31 - 1])
+def test_batches_of_other_rows_than_there_is_room_for_are_refused_or_cut(count: int) -> None:
+    counts = torch.tensor([2, count, 3], dtype=torch.int32)
+    message = f"must be 0 to max_tokens_per_batch=8, got {count} of batch 1"
+    with pytest.raises(ValueError, match=message):
+        vllm.batched_moe_align_block_size(8, 4, counts)
+    unread = vllm._lists_of_batches(8, 4, counts.long())  # as of a GPU
+    cut = vllm.batched_moe_align_block_size(8, 4, counts.clamp(0, 8))
+    assert all(torch.equal(a, b) for a, b in zip(unread, cut, strict=True))
+
+
 @pytest.mark.parametrize(("M", "experts", "block"), [(1, 8, 16), (30, 5, 4), (7, 3, 32)])
 def test_sglangs_lists(M: int, experts: int, block: int) -> None:
     ids = draw(M, 2, experts, low=-1)
