@@ -4,8 +4,9 @@ For each token, over the slots whose expert is here
 
     out[m] = sum of weight[m, slot] * (quantised(h[m, slot]) @ w[expert].T + bias[expert])
 
-where a shared slot's weight is 1. h is fp32 and quantised as ``quantize(mode="rceil")`` does. Rows
-of tokens from ``num_tokens`` on are not written.
+where a shared slot's weight is 1. The kernel has weights times parts of K, whose signs differ: what
+an infinite weight makes infinite here is NaN there. h is fp32 and quantised as
+``quantize(mode="rceil")`` does. Rows of tokens from ``num_tokens`` on are not written.
 """
 
 from __future__ import annotations

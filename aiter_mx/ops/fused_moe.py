@@ -81,7 +81,8 @@ def fused_moe(
             ``moe_gemm`` must.
         topk_ids: int32 or int64 ``[M, top_k]``: the expert of each slot, 0 to num_experts - 1. A
             slot with any other value is left out; ``AITER_MX_CHECK=1`` makes it an error.
-        topk_weights: float32 ``[M, top_k]``.
+        topk_weights: float32 ``[M, top_k]``. An infinite one makes its token's results infinite, or
+            NaN where few tokens on gfx950 have it times parts of a sum; no other token's change.
         num_experts: experts that are routed to, on all ranks; by default E - shared_experts.
         expert_map: int32 ``[num_experts]``: each expert's number on this rank, -1 for one that is
             not here, whose slots are left out; None where all are here under their own numbers.

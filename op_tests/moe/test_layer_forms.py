@@ -122,6 +122,19 @@ def test_apart_and_counted_together(device: torch.device) -> None:
     assert (out[3:] == 7).all()
 
 
+@pytest.mark.parametrize("tokens", [M, 40])  # those of few tokens, and of more
+def test_an_infinite_weight_spoils_its_own_token_alone(device: torch.device, tokens: int) -> None:
+    x, rest, options = layer(device, tokens)
+    *weights, ids, topk_weights = rest
+    expected = aiter_mx.fused_moe(x, *rest, **options)
+    ids[2, 1], ids[4, 0] = 3, -1
+    topk_weights[2, 1] = topk_weights[4, 0] = torch.inf  # the other one's slot is left out
+    found = aiter_mx.fused_moe(x, *weights, ids, topk_weights, **options)
+    others = [m for m in range(tokens) if m not in (2, 4)]
+    assert torch.equal(found[others], expected[others])
+    assert not found[2].isfinite().any() and found[4].isfinite().all()
+
+
 def test_no_limit_is_infinity() -> None:
     x, rest, options = layer(torch.device("cpu"))
     options |= {"activation": "swiglu_oai", "alpha": 1.0, "beta": 0.0}
