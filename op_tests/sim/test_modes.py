@@ -72,6 +72,19 @@ def test_buffers_by_index_take_records_of_their_stride(stride: int) -> None:
     np.testing.assert_array_equal(out[64:], np.where(inside, DATA[index * words + 2], 0))
 
 
+@pytest.mark.parametrize("stride", [12, 8, 1, 0])
+@pytest.mark.parametrize("at", [0, 44, 88, 96])
+def test_scalar_loads_of_a_buffer_end_after_its_records_of_their_stride(
+    stride: int, at: int
+) -> None:
+    records = 8 if stride else 96
+    size = records * max(stride, 1)
+    out = run("scalar_records", stride, records, at, lanes=256)
+    inside = at + 4 * np.arange(4) + 4 <= size
+    wanted = np.where(inside, DATA[at // 4 : at // 4 + 4], 0)
+    np.testing.assert_array_equal(out.reshape(64, 4), np.broadcast_to(wanted, (64, 4)))
+
+
 @pytest.mark.parametrize(
     ("flags", "word", "what"), [(-1 << 31, 1, "swizzles"), (1 << 23, 3, "adds")]
 )

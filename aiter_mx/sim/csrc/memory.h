@@ -18,7 +18,8 @@ API void global_store(Wave* w, u32 instruction, const u64* address, const u32* d
 }
 
 // Buffers: words 0 and 1 are the base and, from bit 48, the stride; word 2 the records: of a buffer
-// that is indexed and has a stride as many strides, of others bytes; word 3 flags.
+// that is indexed and has a stride as many strides, of others bytes; word 3 flags. Scalar loads
+// count strides wherever there is one, though their offset is in bytes.
 NOINLINE u64 resource_base(const u32* r) { return r[0] | (u64)(r[1] & 0xffff) << 32; }
 static u32 resource_stride(const u32* r) { return r[1] >> 16 & 0x3fff; }
 // Each lane's address; returns the lanes whose `size` bytes are in range.
@@ -349,8 +350,10 @@ API void scalar_write(Wave* w, u32 instruction, u64 address, u32 s, u32 dwords, 
 API void scalar_buffer_load(Wave* w, u32 instruction, const u32* resource, u32 offset, u32 d,
                             u32 dwords) {
     u64 base = resource_base(resource), at = offset & ~3u, from[16];
+    u32 stride = resource_stride(resource);
+    u64 bytes = (u64)resource[2] * (stride ? stride : 1);
     for (u32 i = 0; i < dwords; i++, at += 4) {
-        from[i] = at + 4 > resource[2] ? NOWHERE : base + at;
+        from[i] = at + 4 > bytes ? NOWHERE : base + at;
         if (from[i] != NOWHERE)
             check_one(w, instruction, 0, from[i], 4, 0);
     }

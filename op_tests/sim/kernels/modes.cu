@@ -56,6 +56,17 @@ KERNEL(64) by_index(const u32* in, u32* out, u32 stride, u32 records) {
     out[lane_id()] = x;
     out[lane_id() + 64] = y;
 }
+// Four dwords from byte `at` of a buffer of so many records, by a scalar load.
+KERNEL(64) scalar_records(const u32* in, u32* out, u32 stride, u32 records, u32 at) {
+    u64 base = (u64)in;
+    i32x4 descriptor = {(int)base, (int)((u32)(base >> 32) | stride << 16), (int)records, 0x20000};
+    i32x4 found;
+    asm volatile("s_buffer_load_dwordx4 %0, %1, %2\n s_waitcnt lgkmcnt(0)"
+                 : "=&s"(found)
+                 : "s"(descriptor), "s"(at));
+    for (int i = 0; i < 4; ++i)
+        out[lane_id() * 4 + i] = (u32)found[i];
+}
 KERNEL(64) descriptor(const u32* in, u32* out, u32 flags, u32 word) {
     u64 base = (u64)in;
     i32x4 descriptor = {(int)base, (int)((u32)(base >> 32) | (word == 1 ? flags : 0)), 4096,
