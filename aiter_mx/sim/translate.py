@@ -118,7 +118,7 @@ def translate_kernel(
             '__attribute__((visibility("default"))) const char sim_meta[] =',
             f"{_c_string(json.dumps(meta))};",
             start_wave(kernel, strict),
-            _jump_table(leaders, instructions, number),
+            _jump_table(leaders, instructions),
             body,
         )
     )
@@ -206,7 +206,7 @@ def _blocks(instructions: list[Instruction], leaders: list[int]) -> list[list[In
     return [instructions[a:b] for a, b in zip(leaders, ends, strict=True)]
 
 
-def _jump_table(leaders: list[int], instructions: list[Instruction], number: dict[int, int]) -> str:
+def _jump_table(leaders: list[int], instructions: list[Instruction]) -> str:
     """``pc_at``: the number of the block that an address begins."""
     if not any(ins.mnemonic in _INDIRECT for ins in instructions):
         return ""
@@ -281,7 +281,7 @@ class _Body:
     def _instruction(self, i: int, ins: Instruction) -> list[str]:
         name = ins.mnemonic
         if name in BRANCHES:
-            return [self._branch(i, ins)]
+            return [self._branch(ins)]
         if name == "s_endpgm":
             return ["  return ENDED;"]
         if name == "s_barrier":
@@ -304,7 +304,7 @@ class _Body:
             lines.append(f"  {{ {body} }}".replace("$I", str(i)))
         return lines
 
-    def _branch(self, i: int, ins: Instruction) -> str:
+    def _branch(self, ins: Instruction) -> str:
         target = self.number[ins.branch_target]
         condition = BRANCHES[ins.mnemonic]
         go = f"goto L{target};"

@@ -31,7 +31,7 @@ from aiter_mx.sim.timing.sample import ALIKE, UNLIKE
 from aiter_mx.sim.timing.seen import outside
 from aiter_mx.target import hardware
 from aiter_mx.tuning.builds import Ahead, build_of
-from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit, candidates_of
+from aiter_mx.tuning.candidates import Admission, Bench, Built, Candidate, Unfit
 from aiter_mx.tuning.meter import Meter
 from aiter_mx.tuning.race import Failure, Outcome, Rules, Timing, in_turn, is_hopeless
 from aiter_mx.tuning.traces import Alike, judged, traced_launch
@@ -66,12 +66,6 @@ def modelled_meter(op: str, jobs: int) -> Meter:
         decide=partial(decide, chosen),
         rules=RULES,
     )
-
-
-def candidates_for(op: str, problem: Problem) -> list[Candidate]:
-    """Those of a problem, the usual first."""
-    target = hardware("gfx950")
-    return candidates_of(op, target, problem, BACKENDS, RULES.most, RULES.of_next)
 
 
 @dataclass

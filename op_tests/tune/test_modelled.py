@@ -20,7 +20,14 @@ from aiter_mx.sim.timing.draws import drawn
 from aiter_mx.target import hardware
 from aiter_mx.trial import try_out
 from aiter_mx.tuning import modelled, traces
-from aiter_mx.tuning.candidates import Admission, Built, Candidate, Unfit, candidate_of
+from aiter_mx.tuning.candidates import (
+    Admission,
+    Built,
+    Candidate,
+    Unfit,
+    candidate_of,
+    candidates_of,
+)
 from aiter_mx.tuning.modelled import RULES, ModelBench, decide
 from aiter_mx.workloads.workload import workload_of
 
@@ -180,10 +187,15 @@ def test_the_spread_is_that_of_the_draws() -> None:
     assert outcome.chosen.spread == pytest.approx(0.2)
 
 
+def candidates_for(problem: Problem) -> list[Candidate]:
+    target, rules = hardware("gfx950"), RULES
+    return candidates_of("linear", target, problem, modelled.BACKENDS, rules.most, rules.of_next)
+
+
 def test_a_time_does_not_depend_on_what_operands_hold() -> None:
     problem = LinearProblem(5, 192, 1024)
     for name in ("gemv", "mfma"):
-        candidate = next(c for c in modelled.candidates_for("linear", problem) if c.kernel == name)
+        candidate = next(c for c in candidates_for(problem) if c.kernel == name)
         bench = ModelBench("linear", problem)
         bench.admit(candidate)
         options = SimOptions(trace=True, count_conflicts=True, schedule="round-robin")
@@ -195,7 +207,7 @@ def test_a_time_does_not_depend_on_what_operands_hold() -> None:
 
 def test_a_trace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = LinearProblem(3, 96, 512)
-    candidate = modelled.candidates_for("linear", problem)[0]
+    candidate = candidates_for(problem)[0]
     first = ModelBench("linear", problem)
     first.admit(candidate)
     monkeypatch.setattr(traces, "sample", None)
