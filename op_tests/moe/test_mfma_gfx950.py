@@ -121,6 +121,23 @@ def test_a_rank_of_eight_launches_hardly_more_workgroups_than_find_a_block(M: in
     assert module.geometry(GFX950, every, config).grid[1] > every.touched
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "activation", "E"),
+    [
+        (12, 4096, 14336, "none", 8),
+        (16, 4096, 14336, "none", 8),
+        (24, 2048, 8192, "none", 16),
+        (64, 1024, 4096, "silu", 32),
+    ],
+)
+def test_a_compute_unit_with_two_workgroups_has_six_waves(
+    M: int, N: int, K: int, activation: str, E: int
+) -> None:
+    """By the bound two of each would do, but waits that just fit in it are not all hidden."""
+    config = MFMA.configure(GFX950, problem_of(M, N, K, activation, E))
+    assert config == {"row_tiles": 4, "col_tiles": 1, "waves": 3, "unroll": 1}
+
+
 def test_operands_beyond_four_gib() -> None:
     """Memory that no one touches costs nothing, so all but a few rows are left as they come."""
     generator = torch.Generator().manual_seed(8)
