@@ -18,6 +18,7 @@
 
 #include "common/target.h"
 #include "row_groups_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
@@ -330,12 +331,6 @@ struct Producer {
         }
     }
 };
-
-#if MX_CLUSTER > 1
-#define MX_CLUSTER_DIMS __cluster_dims__(kCluster, 1, 1)
-#else
-#define MX_CLUSTER_DIMS
-#endif
 
 extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kResident)
     aiter_mx_promoted_gemm_wgmma_fp8(const unsigned char* xq, const float* xs,

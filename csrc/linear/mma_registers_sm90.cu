@@ -21,11 +21,14 @@
 // Sums are fp32 and added in an order that depends on nothing but the configuration: over blocks,
 // then waves, by the workgroup that owns the tile: of a cluster's, they take turns.
 
+#define MX_CLUSTER MX_SPLIT
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "fused.h"
 #include "rows_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/mma.h"
 #include "sm90/tma.h"
 
@@ -773,12 +776,6 @@ MX_DEVICE void add_chunk(Sums& sums, const Chunk& chunk, Ready& ready, bool far,
 
 #endif
 
-#if MX_SPLIT > 1
-#define CLUSTER __cluster_dims__(kSplit, 1, 1)
-#else
-#define CLUSTER
-#endif
-
 using Out = DType<MX_OUT>;
 
 struct alignas(4 * kLaneSums) LaneSums { // of a half
@@ -920,7 +917,7 @@ MX_DEVICE void send(const Sums& sums, unsigned inbox, unsigned full, int part, u
     }
 }
 
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kResident)
     aiter_mx_linear_mma_registers(const unsigned char* xq, const unsigned char* xs,
                                   const unsigned char* wq, const unsigned char* ws,
                                   const void* bias, Out* y, long M, long N, long K, int bias_kind) {

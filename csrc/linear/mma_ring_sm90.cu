@@ -20,10 +20,13 @@
 //
 // Sums are added over the warps of a workgroup, then over the cluster, each in a fixed order.
 
+#define MX_CLUSTER MX_SPLIT
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "rows_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/mma.h"
 #include "sm90/tma.h"
 
@@ -253,13 +256,7 @@ struct Inbox {
     }
 };
 
-#if MX_SPLIT > 1
-#define CLUSTER __cluster_dims__(kSplit, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kPerSm)
     aiter_mx_linear_mma_ring(const unsigned char* xq, const unsigned char* xs,
                              const unsigned char* wq, const unsigned char* ws, const void* bias,
                              Out* y, long M, long N, long K, int bias_kind, long cluster_rows,

@@ -40,9 +40,12 @@
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
 // fp32 arithmetic after the others are stored.
 
+#define MX_CLUSTER (MX_PAIRS ? 2 : MX_SPLIT)
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
+#include "sm90/cluster.h"
 #include "sm90/convert.h"
 #include "sm90/exact.h"
 #include "sm90/expand.h"
@@ -1135,19 +1138,13 @@ MX_DEVICE void add_up(const Operands& t, unsigned shared) {
         cluster_wait();
 }
 
-#if MX_PAIRS || MX_SPLIT > 1
-#define MX_CLUSTER __cluster_dims__(kCluster, 1, 1)
-#else
-#define MX_CLUSTER
-#endif
-
 #if MX_OWN_X
 #define MX_X_MEMORY
 #else
 #define MX_X_MEMORY unsigned char *workspace,
 #endif
 
-extern "C" __global__ void MX_CLUSTER __maxnreg__(kLaunchRegisters)
+extern "C" __global__ void MX_CLUSTER_DIMS __maxnreg__(kLaunchRegisters)
     aiter_mx_linear_wgmma_bf16(const unsigned char* xq, const unsigned char* xs,
                                const unsigned char* wq, const unsigned char* ws, const void* bias,
                                Out* y, MX_X_MEMORY long M, long N, long K, int bias_kind,

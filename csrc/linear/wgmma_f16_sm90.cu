@@ -19,10 +19,13 @@
 // Warps: kAddWarps of 16 rows of w each; helpers, who add what comes in while others go on; and
 // the last one, who also asks for w.
 
+#define MX_CLUSTER MX_SPLIT
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "rows_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/f16_factors.h"
 #include "sm90/memory.h"
 #include "sm90/mma.h"
@@ -728,13 +731,7 @@ struct Adder {
     MX_MEMBER void tell_sent() const { barrier_arrive(shared_address(&shared.inbox)); }
 };
 
-#if MX_SPLIT > 1
-#define CLUSTER __cluster_dims__(kSplit, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
     aiter_mx_linear_wgmma_f16(const unsigned char* xq, const unsigned char* xs,
                               const unsigned char* wq, const unsigned char* ws, const void* bias,
                               Out* y, long M, long N, long K, int bias_kind, int part_chunks,

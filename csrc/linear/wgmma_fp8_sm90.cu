@@ -32,11 +32,14 @@
 //
 // Where kTiled, a cluster takes kRowsM of the rows of x, not all; the grid's y counts them.
 
+#define MX_CLUSTER MX_SPLIT
+
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "fused.h"
 #include "rows_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/exact.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
@@ -874,13 +877,7 @@ struct Kept {
     }
 };
 
-#if MX_SPLIT > 1
-#define CLUSTER __cluster_dims__(kSplit, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kPerSm)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kPerSm)
     aiter_mx_linear_wgmma_fp8(const unsigned char* xq, const unsigned char* xs,
                               const unsigned char* wq, const unsigned char* ws, const void* bias,
                               Out* y, long M, long N, long K, int bias_kind, int part_chunks,

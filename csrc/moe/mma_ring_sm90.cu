@@ -20,12 +20,16 @@
 // What is open, and which rows of x that takes, is looked up ahead by the part that fills the ring
 // (Filler); each warp keeps a queue of it for the part that empties the ring.
 
+// With an activation, workgroups that have a block of 32 features together.
+#define MX_CLUSTER (MX_ACTIVATION ? 4 / MX_ROW_TILES : 1)
+
 #include "common/epilogue.h"
 #include "common/quantize.h"
 #include "common/scale.h"
 #include "common/target.h"
 #include "moe.h"
 #include "moe_sm90.h"
+#include "sm90/cluster.h"
 #include "sm90/mma.h"
 #include "sm90/tma.h"
 
@@ -46,8 +50,7 @@ constexpr int kCols = kColTiles * 8;
 constexpr int kThreads = kWarps * kLanes;
 using Rows = TileRows<kRows, kRows, kActivation != kNoActivation, MX_INTERLEAVED>;
 using Walk = MoeWalk<kCols>;
-// With an activation, neighbours of a cluster that have a block of 32 features together.
-constexpr int kCluster = kActivation == kNoActivation ? 1 : 4 / kRowTiles;
+constexpr int kCluster = MX_CLUSTER;
 constexpr int kQuads = Rows::kFeatures / 4; // of features of a workgroup
 constexpr int kBlockQuads = kBlock / 4;
 static_assert(kActivation == kNoActivation || kQuads * kCluster == kBlockQuads,
@@ -601,13 +604,7 @@ MX_DEVICE void store_activated(const MoeArgs& a, const Entry& entry, const float
     }
 }
 
-#if MX_ACTIVATION && MX_ROW_TILES < 4 // a cluster of one is a launch in clusters, too
-#define CLUSTER __cluster_dims__(kCluster, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, kGroups)
+extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kGroups)
     aiter_mx_moe_gemm_mma_ring(MX_MOE_PARAMETERS) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     const MoeArgs a = MX_MOE_ARGS;
