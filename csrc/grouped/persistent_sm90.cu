@@ -369,7 +369,7 @@ MX_DEVICE Work told(unsigned barriers, unsigned turn) {
     u32x4 pieces[kWorkPieces];
 #pragma unroll
     for (int i = 0; i < kWorkPieces; ++i)
-        pieces[i] = load_shared_vector(place + 16 * i);
+        pieces[i] = load_shared_16(place + 16 * i);
     Work work;
     __builtin_memcpy(&work, pieces, sizeof(Work));
     return work;
@@ -682,16 +682,6 @@ MX_DEVICE void compute_again(const Operands& t, const TokenTile& tokens, long n,
 }
 
 #if MX_ACTIVATION
-// Bytes and halves of shared memory, the lower ones of a register.
-MX_DEVICE void store_shared_byte(unsigned address, unsigned v) {
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-MX_DEVICE unsigned load_shared_half(unsigned address) {
-    unsigned short v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-    return v;
-}
-
 // Computes again the sums of a warp's rows of w, of a tile whose rows are counted from n on, where
 // bf16 does not cover a scale: of a block by the matrix unit over fp16, which holds any payload,
 // and then times both scales in turn.
@@ -1001,7 +991,7 @@ struct Results {
             return;
 #pragma unroll 1
         for (int row = thread / 8; row < rows; row += kGroupThreads / 8) {
-            const u32x4 values = load_shared_vector(staged + row * 128 + (piece ^ (row % 8)) * 16);
+            const u32x4 values = load_shared_16(staged + row * 128 + (piece ^ (row % 8)) * 16);
             Out* to = t.y + (t.y_row(tokens) + first + row) * t.N + n + piece * 8;
             if (aligned)
                 store_vector(to, values);
@@ -1076,7 +1066,7 @@ struct ActivatedResults {
             for (int w = 0; w < kWarps; ++w)
                 amax = max(amax, load_shared_4(own + w * Slabs * 256 + at * 4));
             const BlockScale scale = block_scale<E4M3, kRoundUp>(amax);
-            store_shared_byte(scales + token_of<Slabs>(i), scale.byte);
+            store_shared_1(scales + token_of<Slabs>(i), scale.byte);
             if (rows[i] >= 0)
                 t.routing.scales()[rows[i] * (t.N / 64) + n / 64] = scale.byte;
         }
@@ -1086,7 +1076,7 @@ struct ActivatedResults {
             f32x2 pairs[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const unsigned two = load_shared_half(scales + (i / 2 + j) * 8 + lane % 4 * 2);
+                const unsigned two = load_shared_2(scales + (i / 2 + j) * 8 + lane % 4 * 2);
                 pairs[j] = {values[i + j * 2] * inverse_of(two & 0xff),
                             values[i + j * 2 + 1] * inverse_of(two >> 8)};
             }
@@ -1094,7 +1084,7 @@ struct ActivatedResults {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int token = (i / 2 + j / 2) * 8 + lane % 4 * 2 + j % 2;
-                store_shared_byte(piece(token, warp / 2) + warp % 2 * 8 + lane / 4, bytes >> 8 * j);
+                store_shared_1(piece(token, warp / 2) + warp % 2 * 8 + lane / 4, bytes >> 8 * j);
             }
         }
         named_barrier(1 + index, kGroupThreads);
@@ -1108,7 +1098,7 @@ struct ActivatedResults {
                 if (row >= 0)
                     store_vector(reinterpret_cast<unsigned char*>(t.y) + row * (t.N / 2) + n / 2 +
                                      lane % 2 * 16,
-                                 load_shared_vector(piece(token, lane % 2)));
+                                 load_shared_16(piece(token, lane % 2)));
             }
     }
 
@@ -1269,7 +1259,7 @@ struct Consumer {
             if (count >= 16)
                 continue;
             const unsigned place = rows + row * kBoxK + (piece ^ row % 8) * 16;
-            const u32x4 words = first_bytes(load_shared_vector(place), count);
+            const u32x4 words = first_bytes(load_shared_16(place), count);
             store_shared_16(place, words.words);
         }
         fence_async(); // copies write there next

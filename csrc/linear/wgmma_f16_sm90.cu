@@ -406,7 +406,7 @@ struct XExpander {
     }
     // One piece: from source to place, with the factor of its block.
     MX_MEMBER void expand(unsigned source, unsigned place, unsigned factor) const {
-        const u32x4 v = load_shared_vector(source);
+        const u32x4 v = load_shared_16(source);
         unsigned low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -429,7 +429,7 @@ struct XExpander {
             factors = __shfl_sync(~0u, factors, threadIdx.x % kEight + chunk * kEight);
             if (chunk < part.chunks && zero_bytes(factors) != 0) {
                 barrier_wait(shared_address(shared.x_full + chunk), 0);
-                const u32x4 v = load_shared_vector(source + slot * kSlotBytes);
+                const u32x4 v = load_shared_16(source + slot * kSlotBytes);
                 if (__byte_perm(factors, 0, pick) == 0 &&
                     (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f) {
                     shared.x_outside[m()] = 1;
@@ -546,8 +546,8 @@ struct Adder {
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i % 2 * 8, piece = lane % 4 * 2 + i / 2;
-            const u32x4 v = load_shared_vector(first + ring.at * kStageBytes + row * kChunk +
-                                               (piece ^ row % 8) * 16);
+            const u32x4 v = load_shared_16(first + ring.at * kStageBytes + row * kChunk +
+                                           (piece ^ row % 8) * 16);
             const bool lost = byte_of(i % 2 ? next_scale[1] : next_scale[0], lane % 4) == 0 &&
                               (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside[0] |= lost && i % 2 == 0;

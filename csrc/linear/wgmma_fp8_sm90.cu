@@ -204,18 +204,6 @@ static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out d
 
 using Sums = float[kValues];
 
-MX_DEVICE void store_shared_8(unsigned address, unsigned x, unsigned y) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
-}
-MX_DEVICE void store_shared_2(unsigned address, unsigned x) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x))
-                 : "memory");
-}
-MX_DEVICE void store_vector_shared(unsigned address, const u32x4& v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
 // The top bit of a byte is set unless that scale is in 2^-62 to 2^62: then the product of two, and
 // times a sum of a block, is in fp32.
 MX_DEVICE unsigned is_far(unsigned scales) {
@@ -403,9 +391,9 @@ MX_DEVICE bool quantise_x(const unsigned char* x, int M, long K, unsigned shared
         if (row >= kRowsM)
             continue;
         if (chunk < kChunks)
-            store_vector_shared(shared + chunk * kStageBytes + (kXIsA ? 0 : kWBytes) +
-                                    row * kChunk + (piece ^ row % 8) * 16,
-                                found.payload);
+            store_shared_16(shared + chunk * kStageBytes + (kXIsA ? 0 : kWBytes) + row * kChunk +
+                                (piece ^ row % 8) * 16,
+                            found.payload.words);
         // Those of the second chunk of a pair are there even where it is not.
         const unsigned place = kXIsA ? kScalesA + chunk * kPitchA + row * kFactorBytes
                                      : kScalesB + chunk / 2 * kPitchB + row * 2 * kFactorBytes +
@@ -428,15 +416,6 @@ struct Place {
     MX_MEMBER int m(int value) const { return kXIsA ? a(value) : b(value); }
     MX_MEMBER int row(int value) const { return kXIsA ? b(value) : a(value); }
 };
-
-MX_DEVICE void store_shared_byte(unsigned address, unsigned v) {
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-MX_DEVICE unsigned load_shared_byte(unsigned address) {
-    unsigned v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
 
 // A lane's 16 k of a row of w, or of one of x that is yet to be quantised.
 template <bool IsX>
@@ -506,7 +485,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsig
                                : kScalesB + c / 2 * kPitchB + (2 * row + c % 2) * kFactorBytes));
             far |= is_far(four.x >> 7 | four.y << 1); // e8m0 again, in another order
         }
-        store_shared_byte(flags + i, far != 0);
+        store_shared_1(flags + i, far != 0);
     }
     named_barrier(1, kConsumers);
     const long k = first_chunk * static_cast<long>(kChunk);
@@ -519,7 +498,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsig
     };
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-        if (!load_shared_byte(flags + i))
+        if (!load_shared_1(flags + i))
             continue;
         const bool by_a = i < kRowsA;
         const int own = by_a ? i : i - kRowsA, others = by_a ? kRowsB : kRowsA;
@@ -847,7 +826,7 @@ struct Kept {
             const int m = a() + of_x, n = row(first) + piece * 8;
             if (m < store.M && n < rows)
                 store_vector(store.y + m * store.N + store.first + n,
-                             load_shared_vector(staging + of_x * pitch + piece * 16));
+                             load_shared_16(staging + of_x * pitch + piece * 16));
         }
     }
     // Two matrices of 8 by 8, or four; lane 4i + j has columns 2j and 2j + 1 of row i.

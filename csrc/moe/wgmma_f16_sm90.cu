@@ -204,12 +204,11 @@ struct Bringer {
     }
 
     // Makes fp16 of 16 k of a row.
-    MX_MEMBER static void expand(const uint4& v, unsigned factor, unsigned to) {
-        const unsigned words[4] = {v.x, v.y, v.z, v.w};
+    MX_MEMBER static void expand(const u32x4& v, unsigned factor, unsigned to) {
         unsigned low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16(words[j], low[j], high[j]);
+            e4m3x4_to_f16(v[j], low[j], high[j]);
             low[j] = multiply_f16x2(low[j], factor);
             high[j] = multiply_f16x2(high[j], factor);
         }
@@ -222,7 +221,7 @@ struct Bringer {
     MX_MEMBER void expand_batch(int from, int first, int passes, unsigned slot,
                                 unsigned factors) const {
         const int b = piece() / 2, row = thread % kLanes / kPieces; // a block; of 4
-        uint4 v[kBatch];
+        u32x4 v[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int m = column(min(first + i, kPasses - 1));
@@ -244,9 +243,9 @@ struct Bringer {
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass) {
             const int m = column(pass);
-            const uint4 v = load_shared_16(shared_address(shared.fetched[from][m] + piece() * 16));
+            const u32x4 v = load_shared_16(shared_address(shared.fetched[from][m] + piece() * 16));
             const unsigned of_row = __shfl_sync(~0u, factors, pass * 4 + thread % kLanes / kPieces);
-            if ((of_row >> piece() / 2 * 8 & 255) == 0 && (v.x | v.y | v.z | v.w) & 0x7f7f7f7f)
+            if ((of_row >> piece() / 2 * 8 & 255) == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f)
                 entry.x_outside[m] = entry.any_x_outside = 1;
         }
     }
@@ -490,8 +489,8 @@ struct Adder {
 #pragma unroll 1
         for (int at = 0; at < 4; ++at) {
             const int row = row_of(warp, lane, at % 2), piece = lane % 4 * 2 + at / 2;
-            const u32x4 v = load_shared_vector(base + ring.at * kStageBytes + row * kChunk +
-                                               (piece ^ row % 8) * 16);
+            const u32x4 v = load_shared_16(base + ring.at * kStageBytes + row * kChunk +
+                                           (piece ^ row % 8) * 16);
             const unsigned byte = (at % 2 ? scale[1] : scale[0]) >> lane % 4 * 8 & 255;
             const bool lost = byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside[0] |= lost && at % 2 == 0;
@@ -721,11 +720,11 @@ struct Filler {
         return shared_address(shared.w_scales[which][turn][group * kTiles + t][lane + r * kLanes]);
     }
     MX_MEMBER void take_asked(unsigned (&words)[kBatch], int which, int turn, int t, int r) const {
-        const uint4 v = load_shared_16(asked_at(which, turn, t, r));
-        words[0] = v.x;
-        words[1] = v.y;
-        words[2] = v.z;
-        words[3] = v.w;
+        const u32x4 v = load_shared_16(asked_at(which, turn, t, r));
+        words[0] = v[0];
+        words[1] = v[1];
+        words[2] = v[2];
+        words[3] = v[3];
     }
     // Makes the factors of the next stage.
     MX_MEMBER void fill_stage(const unsigned (&scales)[kOwned], const unsigned (&top)[kOwned],
@@ -865,8 +864,8 @@ struct Adder {
 #pragma unroll 1
         for (int at = 0; at < 4; ++at) {
             const int row = row_of(warp, lane, at % 2), piece = lane % 4 * 2 + at / 2;
-            const u32x4 v = load_shared_vector(base + stage * kStageBytes + row * kChunk +
-                                               (piece ^ row % 8) * 16);
+            const u32x4 v =
+                load_shared_16(base + stage * kStageBytes + row * kChunk + (piece ^ row % 8) * 16);
             const unsigned byte = (at % 2 ? scale[1] : scale[0]) >> lane % 4 * 8 & 255;
             const bool lost = byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside |= (lost ? 1u : 0u) << (t * 2 + at % 2);

@@ -99,8 +99,8 @@ MX_DEVICE unsigned without_far(unsigned scales, unsigned far, unsigned payload, 
         unsigned any = 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4 v = load_shared_16(payload + place_of_piece(row, b * 2 + i));
-            any |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7f;
+            const u32x4 v = load_shared_16(payload + place_of_piece(row, b * 2 + i));
+            any |= (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
         }
         counts |= any != 0 || (scales >> 8 * b & 255) == kNanScale;
         kept &= ~(255u << 8 * b);

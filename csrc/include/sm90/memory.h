@@ -90,9 +90,19 @@ MX_DEVICE bool named_barrier_or(int id, int threads, bool x) {
     return __shfl_sync(0xffffffff, any, 0);
 }
 
-// Accesses to shared memory of 4, 8 and 16 bytes. Loads are volatile, so that they stay in the
-// order of the source.
+// Accesses to shared memory of so many bytes, the lower ones of a register. Loads are volatile, so
+// that they stay in the order of the source.
 
+MX_DEVICE unsigned load_shared_1(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+MX_DEVICE unsigned load_shared_2(unsigned address) {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
 MX_DEVICE unsigned load_shared_4(unsigned address) {
     unsigned v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -103,16 +113,27 @@ MX_DEVICE uint2 load_shared_8(unsigned address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
     return v;
 }
-MX_DEVICE uint4 load_shared_16(unsigned address) {
-    uint4 v;
+MX_DEVICE u32x4 load_shared_16(unsigned address) {
+    u32x4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address));
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 
+MX_DEVICE void store_shared_1(unsigned address, unsigned v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+MX_DEVICE void store_shared_2(unsigned address, unsigned v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(v))
+                 : "memory");
+}
 MX_DEVICE void store_shared_4(unsigned address, unsigned v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+MX_DEVICE void store_shared_8(unsigned address, unsigned x, unsigned y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
 MX_DEVICE void store_shared_16(unsigned address, const unsigned (&v)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),

@@ -235,14 +235,6 @@ MX_DEVICE void store_matrices_transposed(unsigned address, const unsigned (&v)[4
         "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
         : "memory");
 }
-MX_DEVICE u32x4 load_shared_vector(unsigned address) {
-    u32x4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
 
 // Registers of each thread of this warpgroup from here on.
 template <int Registers>
