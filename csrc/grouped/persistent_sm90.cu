@@ -1203,8 +1203,7 @@ struct Consumer {
     // Waits for the next tile, and loads what it needs first.
     MX_MEMBER void await() {
         const Work work = receive(barriers, turn);
-        // Told so, ptxas knows that these are the same for all lanes of a warp.
-        slabs = __shfl_sync(0xffffffff, work.slabs, 0);
+        slabs = warp_uniform(work.slabs);
         const long row = t.w_row_of(first_row(work, work.tail), warp, lane / 4 + lane % 2 * 8);
         const int skipped = lane / 2 % 2 * 2;
         const Depth depth = depth_of(work.tokens, t.K);
@@ -1216,14 +1215,14 @@ struct Consumer {
     // Takes the tile of a turn.
     MX_MEMBER void open(unsigned turn) {
         const Work work = told(barriers, turn);
-        const int tail = __shfl_sync(0xffffffff, work.tail, 0);
+        const int tail = warp_uniform(work.tail);
         x_slab = tail ? rank * slabs : 0;
         tokens = work.tokens;
         if constexpr (kWgrad) {
-            left = __shfl_sync(0xffffffff, static_cast<int>(depth_of(tokens, t.K).columns), 0);
+            left = warp_uniform(depth_of(tokens, t.K).columns);
             own_units = chunks_of(left) * kChunkUnits;
         }
-        looks_for_nan = __shfl_sync(0xffffffff, tokens.first, 0);
+        looks_for_nan = warp_uniform(tokens.first);
         tokens.row += x_slab * kSlabRows;
         tokens.rows = min(tokens.rows - x_slab * kSlabRows, slabs * kSlabRows);
         n = first_row(work, tail);
@@ -1318,8 +1317,7 @@ struct Consumer {
     template <int Buffer, bool Last, int Slabs, bool Held = false>
     MX_MEMBER void multiply(float (&sums)[Slabs * 32], unsigned (&a)[2][4][4], int unit,
                             unsigned x_place) {
-        // Told so, ptxas computes descriptors in uniform registers.
-        const int parity = ring.parity, stage = __shfl_sync(0xffffffff, ring.at, 0);
+        const int parity = ring.parity, stage = warp_uniform(ring.at);
         ring.next();
         barrier_wait(barriers + kXFull + 8 * stage, parity);
         const MatrixDescriptor b(x_place + stage * kStageX, kStepBytes / 2, 4 * kStepBytes);
@@ -1566,8 +1564,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const Operands t{xq, xs,     wq,      ws,        bias, y, N, K, kWgrad ? kNone : bias_kind,
                      M,  groups, routing, activation};
     const int rank = rank_in_cluster();
-    // Told so, ptxas knows that it is the same for all lanes of a warp.
-    const int group = __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
+    const int group = warp_uniform(threadIdx.x / kGroupThreads);
     const int thread = threadIdx.x % kGroupThreads;
     const unsigned turn = barriers + kTold, now = turn + 4;
     if (group == 0) {

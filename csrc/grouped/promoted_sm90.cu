@@ -169,8 +169,7 @@ struct Consumer {
     MX_MEMBER void multiply(const Tile& tile, Ring& ring) const {
         const int n = tile.n + rank * kTileN;
         const int first = kByColumns ? 0 : index * kWaves * 64;
-        // Told so, ptxas knows that it is the same for all lanes of a warp.
-        const int rows = __shfl_sync(~0u, tile.rows, 0);
+        const int rows = warp_uniform(tile.rows);
         const int mine = lane % Scales::kRows;
         const int row = first + mine / 2 * 64 + warp * 16 + lane / 4 + 8 * (mine % 2);
         const long last_block = (a.N - 1) / kTileN;
@@ -191,7 +190,7 @@ struct Consumer {
         const int steps = a.steps();
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, ring.next()) {
-            const int stage = __shfl_sync(~0u, ring.at, 0);
+            const int stage = warp_uniform(ring.at);
             barrier_wait(full + 8 * stage, ring.parity);
             const unsigned at = stage * (kStageBytes / 16);
 #pragma unroll
@@ -363,7 +362,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kResident
                  N,       K,       x_row,  x_step,
                  x_group, w_block, w_step, w_group};
     const int rank = kCluster > 1 ? rank_in_cluster() : 0;
-    const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);
+    const int group = warp_uniform(threadIdx.x / kGroupThreads);
     if (group == 0) {
         decrease_registers<kProducerRegisters>();
         if (threadIdx.x == 0)

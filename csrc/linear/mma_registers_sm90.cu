@@ -934,7 +934,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kResident
     const unsigned from = begin + threadIdx.x / kLanes;
     x.open(xq, xs, static_cast<unsigned>(M), from, lane);
     w.open(wq, ws, place_of(lane % 4), first_row, last_row, from, lane);
-    const int wave = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
+    const int wave = warp_uniform(threadIdx.x / kLanes);
     __shared__ LaneSums sums_of[kOwned][kParts][kUnitLanes];
     __shared__ unsigned long long barrier; // of what the cluster sends
     const int owned = (kAllUnits - rank + kSplit - 1) / kSplit;

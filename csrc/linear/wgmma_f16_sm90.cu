@@ -740,8 +740,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, 1)
                               const __grid_constant__ TensorMap x_map) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ Shared shared;
-    // The same in all lanes, and known to be.
-    const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
+    const int lane = threadIdx.x % kLanes, warp = warp_uniform(threadIdx.x / kLanes);
     if (warp < 2 && elected_lane())
         prefetch_map(warp == 0 ? x_map : weights);
     const unsigned base = shared_address(dynamic);

@@ -876,7 +876,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kPerSm)
 
     const int first_m = kTiled ? blockIdx.y * kRowsM : 0;
     if (threadIdx.x >= kConsumers) { // the producers
-        const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
+        const int warp = warp_uniform(threadIdx.x / kLanes);
         if (warp > kWarps + 1) {
             if constexpr (kDealsRegisters)
                 decrease_registers<kCopyRegisters>();
@@ -967,7 +967,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kPerSm)
     if constexpr (kDealsRegisters)
         increase_registers<kMostRegisters>();
     const int lane = held(threadIdx.x % kLanes);
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
+    const int warp = warp_uniform(threadIdx.x / kLanes);
     const Store store_outputs{
         bias, y,         bias_kind, static_cast<int>(M),
         N,    first_row, lane,      ((N | reinterpret_cast<unsigned long>(y) >> 1) & 1) == 0};

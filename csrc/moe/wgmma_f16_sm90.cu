@@ -304,8 +304,7 @@ struct Bringer {
 // scales.
 template <class Adder, class Scaler, class Places>
 MX_DEVICE void take_roles(const MoeArgs& a, Places& shared, const TensorMap& weights_map) {
-    // The same in all lanes, and known to be.
-    const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
+    const int lane = threadIdx.x % kLanes, warp = warp_uniform(threadIdx.x / kLanes);
     set_up_barriers(shared);
     if (warp < kAddWarps) {
         increase_registers<kAddingRegisters>();

@@ -396,8 +396,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char dynamic[];
     const MoeArgs a = MX_MOE_ARGS;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    // The same in all lanes, and known to be.
-    const int lane = threadIdx.x % kLanes, warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
+    const int lane = threadIdx.x % kLanes, warp = warp_uniform(threadIdx.x / kLanes);
     set_up_barriers(shared);
     if (warp < kAddWarps) {
         increase_registers<kAddingRegisters>();

@@ -252,6 +252,10 @@ MX_DEVICE unsigned held(unsigned value) {
     return value;
 }
 
+// x, which all lanes of a warp have alike. Told so, ptxas keeps it in a uniform register, and what
+// follows from it.
+MX_DEVICE int warp_uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
 // Keeps uses of values that asynchronous instructions write after the wait for these.
 template <int Count>
 MX_DEVICE void keep_in_order(float (&values)[Count]) {
