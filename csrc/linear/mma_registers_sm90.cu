@@ -536,12 +536,6 @@ MX_DEVICE unsigned factor_of(unsigned factors, int lane, int s) {
     return __byte_perm(factors, 0, 0x0404 + 0x1010 * (lane % 4 / 2 + 2 * s));
 }
 
-MX_DEVICE void e4m3x4_to_f16_times(unsigned word, unsigned factor, unsigned& low, unsigned& high) {
-    e4m3x4_to_f16(word, low, high);
-    low = multiply_f16x2(low, factor);
-    high = multiply_f16x2(high, factor);
-}
-
 // What mma takes of x and of a tile of w in a step: 16 bytes of each of a lane's rows, in fp16.
 using XWords = unsigned[kTokenTiles][4][2];
 using TileWords = unsigned[kTileHalves][4][2];

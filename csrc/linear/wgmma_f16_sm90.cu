@@ -410,9 +410,7 @@ struct XExpander {
         unsigned low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16(v[j], low[j], high[j]);
-            low[j] = multiply_f16x2(low[j], factor);
-            high[j] = multiply_f16x2(high[j], factor);
+            e4m3x4_to_f16_times(v[j], factor, low[j], high[j]);
         }
         store_shared_16(place, low);
         store_shared_16(place + kTileM * kPiece, high);
@@ -577,14 +575,10 @@ struct Adder {
     MX_MEMBER void expand(unsigned (&a)[4], int j, const unsigned (&by)[2]) const {
         if (!has_rows())
             return;
-        const int b = j / 2;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned factor = __byte_perm(by[i], 0, 0x0404 | b << 4 | b << 12);
-            e4m3x4_to_f16(words[j / 4][i][j % 4], a[i], a[2 + i]);
-            a[i] = multiply_f16x2(a[i], factor);
-            a[2 + i] = multiply_f16x2(a[2 + i], factor);
-        }
+        for (int i = 0; i < 2; ++i)
+            e4m3x4_to_f16_times(words[j / 4][i][j % 4], factor_of_block(by[i], j / 2), a[i],
+                                a[2 + i]);
     }
     // What is multiplied first. Without a chunk: anything, which is not multiplied.
     MX_MEMBER void begin(Operands& a, int chunks) {

@@ -208,9 +208,7 @@ struct Bringer {
         unsigned low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16(v[j], low[j], high[j]);
-            low[j] = multiply_f16x2(low[j], factor);
-            high[j] = multiply_f16x2(high[j], factor);
+            e4m3x4_to_f16_times(v[j], factor, low[j], high[j]);
         }
         store_shared_16(to, low);
         store_shared_16(to + kCols * 16, high);
@@ -518,14 +516,10 @@ struct Adder {
     MX_MEMBER void expand(unsigned (&to)[kSteps][4], int u) const {
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
-            const int b = u * 2 + j / 2;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const unsigned factor = __byte_perm(scale[i], 0, 0x0404 | b << 4 | b << 12);
-                e4m3x4_to_f16(words[i][j], to[j][i], to[j][2 + i]);
-                to[j][i] = multiply_f16x2(to[j][i], factor);
-                to[j][2 + i] = multiply_f16x2(to[j][2 + i], factor);
-            }
+            for (int i = 0; i < 2; ++i)
+                e4m3x4_to_f16_times(words[i][j], factor_of_block(scale[i], u * 2 + j / 2), to[j][i],
+                                    to[j][2 + i]);
         }
     }
     MX_MEMBER void take(int slot) const {
@@ -890,13 +884,9 @@ struct Adder {
     // Step j of 16 k of the chunk.
     MX_MEMBER void expand(unsigned (&to)[4], int j) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int b = j / 2;
-            const unsigned factor = __byte_perm(scale[i], 0, 0x0404 | b << 4 | b << 12);
-            e4m3x4_to_f16(words[j / 4][i][j % 4], to[i], to[2 + i]);
-            to[i] = multiply_f16x2(to[i], factor);
-            to[2 + i] = multiply_f16x2(to[2 + i], factor);
-        }
+        for (int i = 0; i < 2; ++i)
+            e4m3x4_to_f16_times(words[j / 4][i][j % 4], factor_of_block(scale[i], j / 2), to[i],
+                                to[2 + i]);
     }
     MX_MEMBER void take(int slot) const {
         if (lane == 0)

@@ -16,6 +16,10 @@ MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
     const int exponent = static_cast<int>(scale - top) + kTopExponent;
     return scale == kNanScale ? kNanFactor : exponent < 1 ? 0 : exponent << 2;
 }
+// What a block is multiplied with, in both halves of a word, from four such bytes.
+MX_DEVICE unsigned factor_of_block(unsigned factors, int block) {
+    return __byte_perm(factors, 0, 0x0404 | block << 4 | block << 12);
+}
 // Sets the top bit of each of four such bytes that is 0.
 MX_DEVICE unsigned zero_bytes(unsigned factors) { return (factors - 0x01010101) & 0x80808080; }
 
