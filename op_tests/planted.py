@@ -137,8 +137,8 @@ MISTAKES = [
         *(MOE, "wgmma_fp8", "moe/wgmma_fp8_sm90.cu"),
         (
             "scales of x of other blocks",
-            "__byte_perm(scales, 0, 0x4342) << 7, 0, 0};",
-            "__byte_perm(scales, 0, 0x4140) << 7, 0, 0};",
+            "{e8m0x2_to_bf16(scales, 0), e8m0x2_to_bf16(scales, 1),",
+            "{e8m0x2_to_bf16(scales, 0), e8m0x2_to_bf16(scales, 0),",
         ),
     ),
     *_of(

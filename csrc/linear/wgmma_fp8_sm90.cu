@@ -39,6 +39,7 @@
 #include "common/target.h"
 #include "fused.h"
 #include "rows_sm90.h"
+#include "sm90/bf16_factors.h"
 #include "sm90/cluster.h"
 #include "sm90/exact.h"
 #include "sm90/memory.h"
@@ -204,12 +205,6 @@ static_assert(kEnd + 1024 <= MX_SHARED_BYTES, "the host lays shared memory out d
 
 using Sums = float[kValues];
 
-// The top bit of a byte is set unless that scale is in 2^-62 to 2^62: then the product of two, and
-// times a sum of a block, is in fp32.
-MX_DEVICE unsigned is_far(unsigned scales) {
-    return (__vabsdiffu4(scales, kUnitScales) + 0x41414141) & 0x80808080;
-}
-
 // Scales on their way from memory to their places in shared memory: those of a few chunks of a row
 // are an item, w's of the first threads, x's of the next. They are a vector where those of all rows
 // begin at a multiple of it, else words. Where K ends within a chunk rows begin at any address:
@@ -326,11 +321,11 @@ struct ScaleCopies {
                 if (!kVectors && own.chunk + j >= (of_a ? kChunks : 2 * kPairs))
                     break;
                 const unsigned word = of_chunk(i, j);
-                far |= kVectors || own.chunk + j < chunks ? is_far(word) : 0;
+                far |= kVectors || own.chunk + j < chunks ? far_scales(word) : 0;
                 const unsigned further =
                     of_a ? j * kPitchA : j / 2 * kPitchB + j % 2 * kFactorBytes;
-                store_shared_8(shared + place + further, __byte_perm(word, 0, 0x4140) << 7,
-                               __byte_perm(word, 0, 0x4342) << 7);
+                store_shared_8(shared + place + further, e8m0x2_to_bf16(word, 0),
+                               e8m0x2_to_bf16(word, 1));
             }
         }
         return far != 0;
@@ -387,7 +382,7 @@ MX_DEVICE bool quantise_x(const unsigned char* x, int M, long K, unsigned shared
         const int row = number(i) / of_row, half = number(i) % of_row;
         const int chunk = half / halves, piece = half % halves;
         const unsigned scale = exists[i] ? found.scale : kUnitScales & 0xff;
-        far |= is_far(scale | kUnitScales << 8);
+        far |= far_scales(scale | kUnitScales << 8);
         if (row >= kRowsM)
             continue;
         if (chunk < kChunks)
@@ -483,7 +478,7 @@ MX_DEVICE void sum_again(Sums& sums, const Tensors& t, const Place& place, unsig
             const uint2 four = load_shared_8(
                 shared + (of_a ? kScalesA + c * kPitchA + row * kFactorBytes
                                : kScalesB + c / 2 * kPitchB + (2 * row + c % 2) * kFactorBytes));
-            far |= is_far(four.x >> 7 | four.y << 1); // e8m0 again, in another order
+            far |= far_scales(four.x >> 7 | four.y << 1); // e8m0 again, in another order
         }
         store_shared_1(flags + i, far != 0);
     }

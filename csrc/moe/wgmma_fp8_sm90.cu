@@ -68,6 +68,7 @@ MX_DEVICE void set_up_barriers(Shared& shared) {
 
 } // namespace mx
 
+#include "sm90/bf16_factors.h"
 #include "sm90/memory.h"
 #include "wgmma_roles_sm90.h"
 
@@ -75,11 +76,7 @@ using namespace mx;
 
 // Some warps bring x, and the scales of x and w.
 
-// The top bit of a byte is set unless that scale of x is in 2^-62 to 2^62, or of w in 2^-63 to
-// 2^64: then the product of both, and times a sum of a block, is in fp32.
-MX_DEVICE unsigned far_of_x(unsigned scales) {
-    return (__vabsdiffu4(scales, 0x7f7f7f7f) + 0x41414141) & 0x80808080;
-}
+// As far_scales, of w, where it may be 2^-63 to 2^64: the product with one of x is in fp32, too.
 MX_DEVICE unsigned far_of_w(unsigned scales) { return ~(scales ^ scales << 1) & 0x80808080; }
 
 // Where row `row` of a chunk, of 128 bytes, has its 16-byte piece.
@@ -183,15 +180,15 @@ MX_DEVICE void hand_over(const MoeArgs& a, Shared& shared, int lane) {
             for (int m = lane; m < rows; m += kLanes) {
                 unsigned scales = load_shared_4(
                     shared_address(&shared.x_scales[place.at][m][chunk % kVectorChunks]));
-                const unsigned far = far_of_x(scales);
+                const unsigned far = far_scales(scales);
                 if (__builtin_expect(far != 0 && entry.x_row[m] >= 0, false)) {
                     bool counts = false;
                     scales = without_far(scales, far, shared_address(shared.x[at.at]), m, counts);
                     if (counts)
                         entry.x_outside[m] = entry.any_x_outside = 1;
                 }
-                const unsigned factors[4] = {__byte_perm(scales, 0, 0x4140) << 7,
-                                             __byte_perm(scales, 0, 0x4342) << 7, 0, 0};
+                const unsigned factors[4] = {e8m0x2_to_bf16(scales, 0), e8m0x2_to_bf16(scales, 1),
+                                             0, 0};
                 store_shared_16(shared_address(shared.x_factors[at.at][m]), factors);
             }
             fence_async();
@@ -241,7 +238,7 @@ struct Adder {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            scales[i] = __byte_perm(scales[i], 0, lane % 2 ? 0x4342 : 0x4140) << 7;
+            scales[i] = e8m0x2_to_bf16(scales[i], lane % 2);
     }
     // Adds a tile's first Width columns. Some blocks are multiplied while another is added, but for
     // the ends of chunks: ptxas has wgmmas across the end of a loop wait for each other.
