@@ -35,34 +35,17 @@ static_assert(
     sizeof(Shared) <= MX_SHARED_BYTES,
     "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wgmma_f16_sm90.py");
 
-// By all threads.
-MX_DEVICE void set_up_barriers(Shared& shared) {
-    if (threadIdx.x == 0) {
+MX_DEVICE void set_up_barriers_of_x(Shared& shared) {
 #pragma unroll
-        for (int i = 0; i < kDepth; ++i) {
-            for (int group = 0; group < kGroups; ++group) {
-                barrier_init(shared_address(shared.full[group] + i), 2); // copies, factors
-                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            barrier_init(shared_address(shared.arrived + i), kFetchWarps * kLanes);
-            barrier_init(shared_address(shared.drained + i), kGroupWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            barrier_init(shared_address(shared.ready + i), kGroupWarps);
-            barrier_init(shared_address(shared.taken + i), kAddWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kEntries; ++i) {
-            barrier_init(shared_address(shared.opened + i), 1);
-            barrier_init(shared_address(shared.closed + i), kAddWarps);
-        }
-        fence_barrier_init();
+    for (int i = 0; i < kAhead; ++i) {
+        barrier_init(shared_address(shared.arrived + i), kFetchWarps * kLanes);
+        barrier_init(shared_address(shared.drained + i), kGroupWarps);
     }
-    group_barrier();
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+        barrier_init(shared_address(shared.ready + i), kGroupWarps);
+        barrier_init(shared_address(shared.taken + i), kAddWarps);
+    }
 }
 
 } // namespace mx

@@ -41,29 +41,13 @@ static_assert(
     sizeof(Shared) <= MX_SHARED_BYTES,
     "the host gives too little shared memory: aiter_mx/kernels/moe_gemm/wgmma_fp8_sm90.py");
 
-// By all threads.
-MX_DEVICE void set_up_barriers(Shared& shared) {
-    if (threadIdx.x == 0) {
+MX_DEVICE void set_up_barriers_of_x(Shared& shared) {
 #pragma unroll
-        for (int i = 0; i < kDepth; ++i)
-            for (int group = 0; group < kGroups; ++group) {
-                barrier_init(shared_address(shared.full[group] + i), 1);
-                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
-            }
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            barrier_init(shared_address(shared.arrived + i), kLanes);
-            barrier_init(shared_address(shared.ready + i), 1);
-            barrier_init(shared_address(shared.taken + i), kAddWarps);
-        }
-#pragma unroll
-        for (int i = 0; i < kEntries; ++i) {
-            barrier_init(shared_address(shared.opened + i), 1);
-            barrier_init(shared_address(shared.closed + i), kAddWarps);
-        }
-        fence_barrier_init();
+    for (int i = 0; i < kSlots; ++i) {
+        barrier_init(shared_address(shared.arrived + i), kLanes);
+        barrier_init(shared_address(shared.ready + i), 1);
+        barrier_init(shared_address(shared.taken + i), kAddWarps);
     }
-    group_barrier();
 }
 
 } // namespace mx

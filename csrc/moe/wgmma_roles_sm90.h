@@ -1,6 +1,6 @@
 // The warps that kernels over wgmma have alike: one looks up what there is to do, one brings
-// weights by TMA, and those that add finish their sums. They need struct Shared and set_up_barriers
-// of the kernel, which includes this after it has defined them.
+// weights by TMA, and those that add finish their sums. They need struct Shared and
+// set_up_barriers_of_x of the kernel, which includes this after it has defined them.
 #pragma once
 
 #include "common/epilogue.h"
@@ -13,6 +13,26 @@
 #include "wgmma_sm90.h"
 
 namespace mx {
+
+// By all threads.
+MX_DEVICE void set_up_barriers(Shared& shared) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i)
+            for (int group = 0; group < kGroups; ++group) {
+                barrier_init(shared_address(shared.full[group] + i), kFp8 ? 1 : 2); // and factors
+                barrier_init(shared_address(shared.empty[group] + i), kGroupWarps);
+            }
+        set_up_barriers_of_x(shared);
+#pragma unroll
+        for (int i = 0; i < kEntries; ++i) {
+            barrier_init(shared_address(shared.opened + i), 1);
+            barrier_init(shared_address(shared.closed + i), kAddWarps);
+        }
+        fence_barrier_init();
+    }
+    group_barrier();
+}
 
 // Scales of four chunks of a row: 16 bytes, or words where these begin at no multiple of 16.
 MX_DEVICE void load_scales(unsigned (&words)[kVectorChunks], const unsigned char* from) {

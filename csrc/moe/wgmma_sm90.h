@@ -1,6 +1,6 @@
 // The frame of the Hopper kernels of moe_gemm over wgmma: sizes, what columns of x a lane has sums
 // of, and how workgroups share the work. A kernel includes this, defines struct Shared, the layout
-// of its shared memory, and set_up_barriers, and then includes wgmma_roles_sm90.h.
+// of its shared memory, and set_up_barriers_of_x, and then includes wgmma_roles_sm90.h.
 #pragma once
 
 #include "common/quantize.h"
