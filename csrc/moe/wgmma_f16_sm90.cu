@@ -76,11 +76,8 @@ MX_DEVICE void fetch_x(const MoeArgs& a, Shared& shared, int warp, int lane) {
     PipelineState<kEntries> turn;
     PipelineState<kAhead> to;
     PipelineState<kScalePlaces> scales_to;
-    for (;; turn.next()) {
-        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+    for (; has_entry(shared, turn); turn.next()) {
         const Entry& entry = shared.queue[turn.at];
-        if (entry.expert < 0)
-            break;
         const int rows = (entry.col_tiles + 1) / 2 * 16, chunks = a.chunks();
         int row[batches]; // of x, or -1: looked up once, not for each chunk
 #pragma unroll
@@ -238,11 +235,8 @@ struct Bringer {
         PipelineState<kScalePlaces> scales_from;
         PipelineState<kScaleChunks> word; // of these
         PipelineState<kSlots> to;
-        for (;; turn.next()) {
-            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        for (; has_entry(shared, turn); turn.next()) {
             Entry& entry = shared.queue[turn.at];
-            if (entry.expert < 0)
-                break;
             const int passes = (entry.col_tiles + 1) / 2, own = scaled_column();
             find_tops(entry);
             const bool exists = own < passes * 16 && entry.x_row[own] >= 0;
@@ -574,9 +568,8 @@ struct Adder {
     MX_MEMBER void run() {
         PipelineState<kEntries> turn;
         for (int amax_turn = 0;; turn.next()) {
-            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
             const Entry& entry = shared.queue[turn.at];
-            if (entry.expert < 0)
+            if (!has_entry(shared, turn))
                 break;
             for (unsigned tile = entry.tile; tile < entry.end; ++tile, amax_turn ^= 1) {
                 float sums[kCols / 2] = {};
@@ -958,9 +951,8 @@ struct Adder {
         PipelineState<kEntries> turn;
         bool is_first = true;
         for (int amax_turn = 0;; turn.next()) {
-            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
             const Entry& entry = shared.queue[turn.at];
-            if (entry.expert < 0)
+            if (!has_entry(shared, turn))
                 break;
             if (is_first)
                 FirstTops::leave(a, shared, entry, group, warp, lane);

@@ -102,11 +102,8 @@ MX_DEVICE void fetch_all(const MoeArgs& a, Shared& shared, int lane) {
     PipelineState<kEntries> turn;
     PipelineState<kSlots> to;
     PipelineState<kScalePlacesOuter> scales_to;
-    for (;; turn.next()) {
-        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+    for (; has_entry(shared, turn); turn.next()) {
         const Entry& entry = shared.queue[turn.at];
-        if (entry.expert < 0)
-            break;
         const int rows = entry.col_tiles * 8, chunks = a.chunks();
         int row[batches]; // of x, or -1: looked up once, not for each chunk
 #pragma unroll
@@ -152,11 +149,8 @@ MX_DEVICE void hand_over(const MoeArgs& a, Shared& shared, int lane) {
     PipelineState<kEntries> turn;
     PipelineState<kSlots> at;
     PipelineState<kScalePlacesOuter> place;
-    for (;; turn.next()) {
-        barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+    for (; has_entry(shared, turn); turn.next()) {
         Entry& entry = shared.queue[turn.at];
-        if (entry.expert < 0)
-            break;
         const int rows = entry.col_tiles * 8, chunks = a.chunks();
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; ++chunk, at.next()) {
@@ -353,11 +347,8 @@ struct Adder {
 
     MX_MEMBER void run() {
         PipelineState<kEntries> turn;
-        for (int amax_turn = 0;; turn.next(), amax_turn ^= 1) {
-            barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+        for (int amax_turn = 0; has_entry(shared, turn); turn.next(), amax_turn ^= 1) {
             const Entry& entry = shared.queue[turn.at];
-            if (entry.expert < 0)
-                break;
             float sums[kCols / 2] = {};
             outside = 0;
             add<16, 24, 32, 40, 48>(sums, entry.col_tiles * 8);

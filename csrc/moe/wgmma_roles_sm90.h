@@ -34,6 +34,12 @@ MX_DEVICE void set_up_barriers(Shared& shared) {
     group_barrier();
 }
 
+// Waits until the queue's entry of this turn is there; false after the last.
+MX_DEVICE bool has_entry(const Shared& shared, const PipelineState<kEntries>& turn) {
+    barrier_wait(shared_address(shared.opened + turn.at), turn.parity);
+    return shared.queue[turn.at].expert >= 0;
+}
+
 // Scales of four chunks of a row: 16 bytes, or words where these begin at no multiple of 16.
 MX_DEVICE void load_scales(unsigned (&words)[kVectorChunks], const unsigned char* from) {
     if (__builtin_expect(reinterpret_cast<unsigned long>(from) % 16 == 0, true)) {
