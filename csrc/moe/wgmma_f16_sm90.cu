@@ -407,9 +407,7 @@ struct Scaler {
                     for (int r = 0; r < kOwned; ++r)
                         shared.factors[group][to.at][lane + r * kLanes] = uint2{
                             factors_of(words[r][i], top[r]), __float_as_uint(power_of(top[r]))};
-                    __syncwarp();
-                    if (lane == 0)
-                        barrier_arrive(shared_address(shared.full[group] + to.at));
+                    barrier_arrive_warp(shared_address(shared.full[group] + to.at), lane);
                     to.next();
                 }
 #pragma unroll
@@ -485,9 +483,7 @@ struct Adder {
             look_for_lost();
     }
     MX_MEMBER void close() {
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(shared_address(shared.empty[group] + ring.at));
+        barrier_arrive_warp(shared_address(shared.empty[group] + ring.at), lane);
         ring.next();
     }
     MX_MEMBER void expand(unsigned (&to)[kSteps][4], int u) const {
@@ -578,9 +574,7 @@ struct Adder {
                                                    outside[0] | outside[1] << 1, sums,
                                                    shared.amax[amax_turn][group]);
             }
-            __syncwarp();
-            if (lane == 0)
-                barrier_arrive(shared_address(shared.closed + turn.at));
+            barrier_arrive_warp(shared_address(shared.closed + turn.at), lane);
         }
     }
 };
@@ -703,9 +697,7 @@ struct Filler {
         for (int r = 0; r < kOwned; ++r)
             shared.factors[group][to.at][lane + r * kLanes] =
                 uint2{factors_of(scales[r], top[r]), exponent_of(top[r])};
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(shared_address(shared.full[group] + to.at));
+        barrier_arrive_warp(shared_address(shared.full[group] + to.at), lane);
         to.next();
     }
     // Fills all of a tile's stages, and finds the largest scales of the next tile's rows.
@@ -853,9 +845,7 @@ struct Adder {
         fetch(ring.at, 0);
     }
     MX_MEMBER void close(int stage) const {
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(shared_address(shared.empty[group] + stage));
+        barrier_arrive_warp(shared_address(shared.empty[group] + stage), lane);
     }
     // Step j of 16 k of the chunk.
     MX_MEMBER void expand(unsigned (&to)[4], int j) const {
@@ -964,9 +954,7 @@ struct Adder {
                 for (int t = 0; t < kTiles; ++t, amax_turn ^= 1)
                     finish(entry, tile, t, sums[t], shared.amax[amax_turn][group]);
             }
-            __syncwarp();
-            if (lane == 0)
-                barrier_arrive(shared_address(shared.closed + turn.at));
+            barrier_arrive_warp(shared_address(shared.closed + turn.at), lane);
         }
     }
 };

@@ -170,9 +170,7 @@ MX_DEVICE void hand_over(const MoeArgs& a, Shared& shared, int lane) {
                 store_shared_16(shared_address(shared.x_factors[at.at][m]), factors);
             }
             fence_async();
-            __syncwarp();
-            if (lane == 0)
-                barrier_arrive(shared_address(shared.ready + at.at));
+            barrier_arrive_warp(shared_address(shared.ready + at.at), lane);
             if (chunk % kVectorChunks == kVectorChunks - 1)
                 place.next();
         }
@@ -356,9 +354,7 @@ struct Adder {
             const Finisher finisher{a, group, kHalves ? warp % 2 * 2 + warp / 2 : warp, lane};
             finisher.run_scaled(entry, entry.tile, group, left_out, sums,
                                 shared.amax[amax_turn][group]);
-            __syncwarp();
-            if (lane == 0)
-                barrier_arrive(shared_address(shared.closed + turn.at));
+            barrier_arrive_warp(shared_address(shared.closed + turn.at), lane);
         }
     }
 };

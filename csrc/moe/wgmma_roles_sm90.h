@@ -244,9 +244,7 @@ struct Opener {
             to.any_x_outside = 0;
         }
         given += kCols;
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(shared_address(shared.opened + turn.at));
+        barrier_arrive_warp(shared_address(shared.opened + turn.at), lane);
         turn.next();
         return more;
     }

@@ -62,6 +62,13 @@ MX_DEVICE void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives for a warp once all of its lanes are here.
+MX_DEVICE void barrier_arrive_warp(unsigned barrier, int lane) {
+    __syncwarp();
+    if (lane == 0)
+        barrier_arrive(barrier);
+}
+
 // Arrives once this thread's copies so far, those of cp.async, have come.
 MX_DEVICE void barrier_arrive_copied(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
