@@ -991,7 +991,7 @@ struct Results {
             return;
 #pragma unroll 1
         for (int row = thread / 8; row < rows; row += kGroupThreads / 8) {
-            const u32x4 values = load_shared_16(staged + row * 128 + (piece ^ (row % 8)) * 16);
+            const u32x4 values = load_shared_16(swizzled_128(staged, row, piece));
             Out* to = t.y + (t.y_row(tokens) + first + row) * t.N + n + piece * 8;
             if (aligned)
                 store_vector(to, values);
@@ -1180,7 +1180,7 @@ struct Consumer {
         const int row = kActivation == kNoActivation ? index * kGroupRows + warp * 16 + lane % 8
                         : kInterleaved               ? index * kGroupRows + warp * 16 + lane % 8 * 2
                                                      : index * kGroupRows / 2 + warp * 8 + lane % 8;
-        w_place = held(shared + kAtW + row * kBoxK + (lane / 8 ^ row % 8) * 16);
+        w_place = held(swizzled_128(shared + kAtW, row, lane / 8));
     }
 
     MX_MEMBER int tile_units() const { return kWgrad ? own_units : t.units(); }
@@ -1257,7 +1257,7 @@ struct Consumer {
             const int row = i / 8, piece = i % 8, count = left - piece * 16;
             if (count >= 16)
                 continue;
-            const unsigned place = rows + row * kBoxK + (piece ^ row % 8) * 16;
+            const unsigned place = swizzled_128(rows, row, piece);
             const u32x4 words = first_bytes(load_shared_16(place), count);
             store_shared_16(place, words.words);
         }

@@ -452,8 +452,7 @@ struct XExpander {
             careful = __any_sync(~0u, careful);
         }
         const unsigned b = piece() / 2, pick = 0x0404 | b << 4 | b << 12;
-        const unsigned begin =
-            from + sub() * kSlotBytes + m() * kChunk + (piece() ^ m() % kEight) * kPiece;
+        const unsigned begin = swizzled_128(from + sub() * kSlotBytes, m(), piece());
         unsigned place = to + (sub() * kPieces + piece()) * kStepBytes + m() * kPiece;
         unsigned barrier = shared_address(shared.x_full + sub());
         unsigned lane_of = threadIdx.x % kEight + sub() * kEight; // of those 32 that count
@@ -544,8 +543,7 @@ struct Adder {
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i % 2 * 8, piece = lane % 4 * 2 + i / 2;
-            const u32x4 v = load_shared_16(first + ring.at * kStageBytes + row * kChunk +
-                                           (piece ^ row % 8) * 16);
+            const u32x4 v = load_shared_16(swizzled_128(first + ring.at * kStageBytes, row, piece));
             const bool lost = byte_of(i % 2 ? next_scale[1] : next_scale[0], lane % 4) == 0 &&
                               (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside[0] |= lost && i % 2 == 0;

@@ -448,7 +448,7 @@ struct Adder {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = row_of(warp, lane % 8 * 4, i);
-            place[i] = held(row * kChunk + (lane / 8 ^ row % 8) * 16);
+            place[i] = held(swizzled_128(0, row, lane / 8));
         }
     }
     MX_MEMBER void fetch(int u) {
@@ -461,8 +461,7 @@ struct Adder {
 #pragma unroll 1
         for (int at = 0; at < 4; ++at) {
             const int row = row_of(warp, lane, at % 2), piece = lane % 4 * 2 + at / 2;
-            const u32x4 v = load_shared_16(base + ring.at * kStageBytes + row * kChunk +
-                                           (piece ^ row % 8) * 16);
+            const u32x4 v = load_shared_16(swizzled_128(base + ring.at * kStageBytes, row, piece));
             const unsigned byte = (at % 2 ? scale[1] : scale[0]) >> lane % 4 * 8 & 255;
             const bool lost = byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside[0] |= lost && at % 2 == 0;
@@ -809,7 +808,7 @@ struct Adder {
         : a(a), shared(shared), group(group), warp(warp), lane(lane),
           base(held(shared_address(shared.ring[group][0]))) {
         const int row = row_of(warp, lane % 8 * 4, 0);
-        place = held(row * kChunk + (lane / 8 ^ row % 8) * 16);
+        place = held(swizzled_128(0, row, lane / 8));
     }
     // Half of a stage, 64 k.
     MX_MEMBER void fetch(int stage, int half) {
@@ -825,8 +824,7 @@ struct Adder {
 #pragma unroll 1
         for (int at = 0; at < 4; ++at) {
             const int row = row_of(warp, lane, at % 2), piece = lane % 4 * 2 + at / 2;
-            const u32x4 v =
-                load_shared_16(base + stage * kStageBytes + row * kChunk + (piece ^ row % 8) * 16);
+            const u32x4 v = load_shared_16(swizzled_128(base + stage * kStageBytes, row, piece));
             const unsigned byte = (at % 2 ? scale[1] : scale[0]) >> lane % 4 * 8 & 255;
             const bool lost = byte == 0 && (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
             outside |= (lost ? 1u : 0u) << (t * 2 + at % 2);

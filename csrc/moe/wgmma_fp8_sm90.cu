@@ -63,11 +63,6 @@ using namespace mx;
 // As far_scales, of w, where it may be 2^-63 to 2^64: the product with one of x is in fp32, too.
 MX_DEVICE unsigned far_of_w(unsigned scales) { return ~(scales ^ scales << 1) & 0x80808080; }
 
-// Where row `row` of a chunk, of 128 bytes, has its 16-byte piece.
-MX_DEVICE unsigned place_of_piece(int row, int piece) {
-    return row * kChunk + (piece ^ row % 8) * 16;
-}
-
 // Of a row's four scales, some of which are far: those that are not, else 0. Blocks are those of
 // row `row` of what is at `payload`; notes in `counts` whether one with a far scale is not zero.
 MX_DEVICE unsigned without_far(unsigned scales, unsigned far, unsigned payload, int row,
@@ -80,7 +75,7 @@ MX_DEVICE unsigned without_far(unsigned scales, unsigned far, unsigned payload, 
         unsigned any = 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32x4 v = load_shared_16(payload + place_of_piece(row, b * 2 + i));
+            const u32x4 v = load_shared_16(payload + swizzled_128(0, row, b * 2 + i));
             any |= (v[0] | v[1] | v[2] | v[3]) & 0x7f7f7f7f;
         }
         counts |= any != 0 || (scales >> 8 * b & 255) == kNanScale;
@@ -94,8 +89,8 @@ MX_DEVICE void fetch_all(const MoeArgs& a, Shared& shared, int lane) {
     wait_for_grid_ahead(); // which made x
     constexpr int rows_at_once = kLanes / kPieces, batches = kCols / rows_at_once;
     const int piece = lane % kPieces, first_row = lane / kPieces;
-    const unsigned places[2] = {place_of_piece(first_row, piece),
-                                place_of_piece(first_row + rows_at_once, piece)};
+    const unsigned places[2] = {swizzled_128(0, first_row, piece),
+                                swizzled_128(0, first_row + rows_at_once, piece)};
     const unsigned blocks = static_cast<unsigned>(a.K) / kBlock;
     static_assert(kLongScales && kScaleChunks == kVectorChunks, "K is a multiple of these chunks");
     static_assert(2 * rows_at_once == 8, "after two batches pieces are swizzled the same way");

@@ -329,6 +329,10 @@ MX_DEVICE void tma_load(unsigned to, const TensorMap& map, int column, int row, 
                  "l"(&map), "r"(column), "r"(row), "r"(barrier)
                  : "memory");
 }
+// Where that piece of a row of 128 bytes lies, of such a box.
+MX_DEVICE unsigned swizzled_128(unsigned box, int row, int piece) {
+    return box + row * 128 + (piece ^ row % 8) * 16;
+}
 // The box to the same place in the workgroups of a cluster that the mask names, where the barrier
 // in that workgroup counts its bytes.
 MX_DEVICE void tma_load_to_cluster(unsigned to, const TensorMap& map, int column, int row,
