@@ -168,11 +168,7 @@ struct Bringer {
             }
 #pragma unroll
             for (int i = 0; i < kTopRows; ++i) {
-                unsigned both = largest[i].both();
-#pragma unroll
-                for (int distance = 1; distance < kPieces; distance *= 2)
-                    both = __vmaxu2(both, __shfl_xor_sync(~0u, both, distance));
-                const unsigned top = Largest::of(both);
+                const unsigned top = largest[i].top<kPieces>();
                 const int m = column(first + i);
                 if (piece() == 0 && first + i < passes) {
                     entry.x_top[m] = top;
@@ -382,7 +378,7 @@ struct Scaler {
         while (expert >= 0) {
 #pragma unroll
             for (int r = 0; r < kOwned; ++r) {
-                top[r] = Largest::of(largest[r].both());
+                top[r] = largest[r].top();
                 largest[r] = {};
             }
             load(words, rows, 0, chunks);
@@ -629,12 +625,9 @@ struct FirstTops {
                     for (unsigned word : some[i])
                         largest.take(word);
             }
-            unsigned both = largest.both();
-#pragma unroll
-            for (int distance = 1; distance < kLanesOfRow; distance *= 2)
-                both = __vmaxu2(both, __shfl_xor_sync(~0u, both, distance));
+            const unsigned top = largest.top<kLanesOfRow>();
             if (own == 0)
-                shared.factors[group][t][row].y = Largest::of(both);
+                shared.factors[group][t][row].y = top;
         }
         named_barrier_arrive(barrier(group), kMeet);
     }
@@ -778,7 +771,7 @@ struct Filler {
             for (int t = 0; t < kTiles; ++t)
 #pragma unroll
                 for (int r = 0; r < kOwned; ++r)
-                    top[t][r] = Largest::of(largest[t][r].both());
+                    top[t][r] = largest[t][r].top();
         }
         copy_wait<0>(); // copies must not outlive the warp
     }

@@ -90,8 +90,13 @@ struct Largest {
         even = __vmaxu2(even, ((scales & bytes) + one) & bytes); // kNanScale becomes 0
         odd = __vmaxu2(odd, ((scales >> 8 & bytes) + one) & bytes);
     }
-    MX_MEMBER unsigned both() const { return __vmaxu2(even, odd); }
-    MX_MEMBER static unsigned of(unsigned both) {
+    // Of so many neighbouring lanes, in all of them.
+    template <int Lanes = 1>
+    MX_MEMBER unsigned top() const {
+        unsigned both = __vmaxu2(even, odd);
+#pragma unroll
+        for (int distance = 1; distance < Lanes; distance *= 2)
+            both = __vmaxu2(both, __shfl_xor_sync(~0u, both, distance));
         return top_to_use(max(max(both & 0xffff, both >> 16), 1u) - 1);
     }
 };
