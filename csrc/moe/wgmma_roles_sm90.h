@@ -312,13 +312,19 @@ MX_DEVICE void copy_weights(const MoeArgs& a, Shared& shared, const TensorMap& m
     launch_dependents(); // not before, else what comes next settles unevenly on the SMs
 }
 
-// Where a row begins. Worked out where it is used: all rows' places would not fit the registers.
-MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsigned row_bytes) {
+// Row `row` of what begins at `first`; of a negative one, anything. Worked out where it is used:
+// all rows' places would not fit the registers.
+template <class T>
+MX_DEVICE T* any_row_at(T* first, int row, unsigned row_bytes) {
     unsigned long place;
     asm volatile("mad.wide.u32 %0, %1, %2, %3;"
                  : "=l"(place)
-                 : "r"(max(row, 0)), "r"(row_bytes), "l"(first));
-    return reinterpret_cast<const unsigned char*>(place);
+                 : "r"(row), "r"(row_bytes), "l"(first));
+    return reinterpret_cast<T*>(place);
+}
+// The first row where there is none.
+MX_DEVICE const unsigned char* row_at(const unsigned char* first, int row, unsigned row_bytes) {
+    return any_row_at(first, max(row, 0), row_bytes);
 }
 
 // Starts copies of kScaleChunks words, or of zeros.
@@ -437,15 +443,6 @@ struct Finisher {
             store_rows<false>(entry, out, max(0L, min(2L, a.N - first)), sums);
     }
 
-    // Row t of what begins at `first`; of a negative t, anything.
-    template <class T>
-    MX_MEMBER static T* row_of_result(T* first, int t, unsigned row_bytes) {
-        unsigned long place;
-        asm volatile("mad.wide.u32 %0, %1, %2, %3;"
-                     : "=l"(place)
-                     : "r"(t), "r"(row_bytes), "l"(first));
-        return reinterpret_cast<T*>(place);
-    }
     // A lane has gate and up of one feature; a warpgroup has a block of 32 features. Once all have
     // noted their largest magnitudes a thread finds the scale of each column, in whose place it
     // then leaves what values are to be multiplied with.
@@ -473,8 +470,7 @@ struct Finisher {
             const int t = entry.t[m];
             amaxes[0][m] = float_to_bits(scale.inverse);
             if (exists && t >= 0)
-                *(row_of_result(a.out_scales, t, features / kBlock) + of_part / kBlock) =
-                    scale.byte;
+                *(any_row_at(a.out_scales, t, features / kBlock) + of_part / kBlock) = scale.byte;
         }
         named_barrier(1 + group, kGroupThreads);
         if (!exists)
@@ -494,8 +490,8 @@ struct Finisher {
         }
 #pragma unroll
         for (int j = 0; j < kColTiles; ++j) {
-            store_byte(row_of_result(out, rows[j].x, features), words[j], rows[j].x);
-            store_byte(row_of_result(out, rows[j].y, features), words[j] >> 8, rows[j].y);
+            store_byte(any_row_at(out, rows[j].x, features), words[j], rows[j].x);
+            store_byte(any_row_at(out, rows[j].y, features), words[j] >> 8, rows[j].y);
         }
     }
     // Stores the lowest byte if `exists` is not negative.
