@@ -343,7 +343,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __launch_bounds__(kThreads, kPerSm)
     const Store store_outputs{bias, y, bias_kind, t.M, N, end_row, lane};
     Inbox inbox{store_outputs, shared, full, warp, rank, owned};
     const int g = lane / 4;
-    const unsigned in_stage = g * kChunk + (g & 3) * kBlock + lane % 4 * 8;
+    const unsigned in_stage = swizzled_block_for_mma(0, lane);
     unsigned slot = 0;
     for (int pass = 0; pass < passes; ++pass) {
         const long pass_first = first_row + pass * static_cast<long>(kPassRows);

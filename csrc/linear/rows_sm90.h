@@ -4,6 +4,7 @@
 
 #include "common/target.h"
 #include "sm90/memory.h"
+#include "sm90/mma.h"
 #include "sm90/tma.h"
 
 namespace mx {
@@ -44,12 +45,6 @@ MX_DEVICE void store_tile(unsigned address, float4 v) {
 }
 MX_DEVICE float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// The place of a chunk's 16-byte piece of a row: rows are 128 bytes apart, and their blocks of 32
-// bytes take turns so that 4 rows read the same block from different banks.
-MX_DEVICE unsigned place_of_piece(int row, int piece) {
-    return row * kChunk + (((piece / 2) ^ (row & 3)) * 2 + piece % 2) * kPiece;
-}
-
 // Copies some rows of w or x, every Step-th chunk.
 template <int Rows, int Step>
 struct Copier {
@@ -77,7 +72,7 @@ struct Copier {
                         int lane) {
         const int row = lane / kPieces, piece = lane % kPieces;
         const unsigned stride = static_cast<unsigned>(t.K);
-        to += place_of_piece(row, piece);
+        to += swizzled_for_mma(row, piece);
 #pragma unroll
         for (int i = 0; i < Rows / kRowsAtOnce; ++i)
             if (i * kRowsAtOnce < rows) // what is not copied affects its own row alone
@@ -119,10 +114,6 @@ MX_DEVICE unsigned load_scales(unsigned from, bool plain, unsigned first_byte, l
     return (word & mask) | (kUnitScales & ~mask);
 }
 
-// w's scale i of four, none of them near the ends of e8m0.
-MX_DEVICE float usual_scale(unsigned scales, int i) {
-    return bits_to_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7f800000);
-}
 // The top bit of a byte is set unless that scale is in 2^-95 to 2^96.
 MX_DEVICE unsigned unusual(unsigned scales) {
     const unsigned lowered = scales - 0x20202020;

@@ -250,7 +250,7 @@ struct Filler {
         const unsigned char* w = a.wq + first_row * a.K + place_in_row(exists);
 #pragma unroll
         for (int i = 0; i < kRows / 4; ++i)
-            copy_once_in_lines_async(to + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
+            copy_once_in_lines_async(to + swizzled_for_mma(lane / 8, lane % 8) + i * 4 * kChunk,
                                      w + a.row_of_k(w_rows[i]), exists);
         const unsigned char* w_scales = a.ws + first_row * a.blocks() + chunk * kBlocks;
 #pragma unroll
@@ -268,7 +268,7 @@ struct Filler {
 #pragma unroll
         for (int i = 0; i < kCols / 4; ++i)
             if (x_rows[i] >= 0)
-                copy_async(to + kXAt + swizzled(lane / 8, lane % 8) + i * 4 * kChunk,
+                copy_async(to + kXAt + swizzled_for_mma(lane / 8, lane % 8) + i * 4 * kChunk,
                            x + a.row_of_k(x_rows[i]), exists);
         if (lane < kCols) {
             const unsigned at = to + kXScalesAt + lane * kScaleWords * 4;
@@ -316,10 +316,6 @@ constexpr int kFewRows = 2; // of x, whose blocks fit into the columns of one ma
 MX_DEVICE unsigned usual_scales(unsigned word) { return word ^ word << 1; }
 constexpr unsigned kAllUsual = 0x80808080;
 
-MX_DEVICE float plain_scale(unsigned word, int b) {
-    return bits_to_float((b == 3 ? word >> 1 : word << (23 - 8 * b)) & 0x7f800000);
-}
-
 // Adds a chunk of the first ColTiles tiles of x. Unless Any, scales are 2^-63 .. 2^64, which
 // take fewer instructions.
 template <int ColTiles, bool Any>
@@ -329,7 +325,7 @@ MX_DEVICE void add_blocks(Sums& sums, unsigned slot, const unsigned (&w_scales)[
     for (int b = 0; b < kBlocks; ++b) {
         if (!kWhole && b >= blocks)
             break;
-        const unsigned in_row = slot + swizzled_block(b, lane);
+        const unsigned in_row = slot + swizzled_block_for_mma(b, lane);
         f16x8 x[ColTiles];
         SplitScale x_scale[ColTiles][2];
 #pragma unroll
@@ -338,7 +334,7 @@ MX_DEVICE void add_blocks(Sums& sums, unsigned slot, const unsigned (&w_scales)[
 #pragma unroll
             for (int c = 0; c < 2; ++c)
                 x_scale[j][c] = Any ? e8m0_split(x_scales[j][c] >> 8 * b & 255)
-                                    : SplitScale{plain_scale(x_scales[j][c], b), 1.0f};
+                                    : SplitScale{usual_scale(x_scales[j][c], b), 1.0f};
         }
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
@@ -348,7 +344,7 @@ MX_DEVICE void add_blocks(Sums& sums, unsigned slot, const unsigned (&w_scales)[
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 w_scale[r] = Any ? e8m0_to_f32(w_scales[i][r] >> 8 * b & 255)
-                                 : plain_scale(w_scales[i][r], b);
+                                 : usual_scale(w_scales[i][r], b);
 #pragma unroll
             for (int j = 0; j < ColTiles; ++j) {
                 float dots[4];
@@ -376,7 +372,7 @@ MX_DEVICE void add_few_blocks(Sums& sums, unsigned slot, const unsigned (&w_scal
     float dots[kRowTiles][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-        const unsigned in_row = slot + swizzled_block(b, lane);
+        const unsigned in_row = slot + swizzled_block_for_mma(b, lane);
         f16x8 of_block;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -391,14 +387,14 @@ MX_DEVICE void add_few_blocks(Sums& sums, unsigned slot, const unsigned (&w_scal
 #pragma unroll
     for (int c = 0; c < 2; ++c)
         x_scale[c] = Any ? e8m0_split(x_scales >> shift >> 8 * c & 255)
-                         : SplitScale{plain_scale(x_scales >> shift, c), 1.0f};
+                         : SplitScale{usual_scale(x_scales >> shift, c), 1.0f};
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
         for (int d = 0; d < 4; ++d) {
             const unsigned scales = w_scales[i][d / 2] >> shift;
             const float w_scale =
-                Any ? e8m0_to_f32(scales >> 8 * (d % 2) & 255) : plain_scale(scales, d % 2);
+                Any ? e8m0_to_f32(scales >> 8 * (d % 2) & 255) : usual_scale(scales, d % 2);
             sums[i][0][d] =
                 Any ? add_scaled(sums[i][0][d], dots[i][d], x_scale[d % 2], w_scale)
                     : mx::fma(dots[i][d] * x_scale[d % 2].first, w_scale, sums[i][0][d]);

@@ -132,16 +132,6 @@ struct MoeArgs {
         }                                                                                          \
     }
 
-// Where 16 bytes of a row of a chunk are in shared memory: 4 rows' blocks are on different banks.
-MX_DEVICE unsigned swizzled(int row, int part) {
-    return row * kChunk + ((part / 2 ^ row % 4) * 2 + part % 2) * 16;
-}
-// Where a lane finds its 8 bytes of block b of a row, whose number is that of its group of lanes
-// and a multiple of 8.
-MX_DEVICE unsigned swizzled_block(int b, int lane) {
-    return lane / 4 * kChunk + (b ^ lane / 4 % 4) * kBlock + lane % 4 * 8;
-}
-
 MX_DEVICE void prefetch_l2(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }

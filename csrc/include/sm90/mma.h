@@ -65,6 +65,21 @@ constexpr unsigned kF16Scales = 22, kUsualLowest = 112; // of scales times 1
 
 constexpr unsigned kF16x2Exponent = 0x04000400; // the lowest bits of the exponents of two fp16
 
+// Scale i of four, none of them near the ends of e8m0.
+MX_DEVICE float usual_scale(unsigned scales, int i) {
+    return bits_to_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7f800000);
+}
+
+// Where a 16-byte piece of a row of 128 bytes lies in shared memory: blocks of 32 bytes take turns,
+// so that 4 rows have the same block on different banks.
+MX_DEVICE unsigned swizzled_for_mma(int row, int piece) {
+    return row * 128 + ((piece / 2 ^ row % 4) * 2 + piece % 2) * 16;
+}
+// Where a lane finds its 8 bytes of block b of its row of eight, or of eights further on.
+MX_DEVICE unsigned swizzled_block_for_mma(int b, int lane) {
+    return lane / 4 * 128 + (b ^ lane / 4 % 4) * 32 + lane % 4 * 8;
+}
+
 // d += a * b, 16 rows by 8 columns over 16 k.
 MX_DEVICE void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                    unsigned b1) {
