@@ -188,18 +188,6 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const Workspace& to, int most
     }
 }
 
-MX_DEVICE void begin(const Workspace& to, long most_tiles, long rows_of_w, int clusters) {
-    if (threadIdx.x == 0) {
-        *to.finished() = 0;
-        *to.claimed() = 0;
-        *to.begun() = clusters; // each begins with the tile of its own number
-    }
-    for (long i = threadIdx.x; i < most_tiles * to.words(); i += kThreads)
-        to.expanded()[i] = 0;
-    for (long i = threadIdx.x; i < rows_of_w / 32; i += kThreads)
-        to.nans()[i] = 0;
-}
-
 #if MX_ROUTED
 // The rows of each expert, from where it changes from one block to the next; 0 and 0 where it has
 // no block.
@@ -227,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Workspace to{static_cast<unsigned char*>(workspace_memory), most_tiles, K, G * N, 0, G};
     const Routing routing{sorted_ids, expert_ids,   post_padded, more,   valid_tokens,
                           a_div,      packed_top_k, max_blocks,  block_m};
-    begin(to, most_tiles, G * N, clusters);
+    to.clear<kThreads>(clusters);
     find_ranges(routing, to, G);
     list_tiles({to.starts(), to.ends(), M, G, 0, sizeof(int)}, to, most_tiles, most_slabs,
                Columns(N), clusters);
@@ -242,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     launch_dependents();
     wait_for_grid_ahead();
     const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N, 0, 0};
-    begin(to, most_tiles, G * N, clusters);
+    to.clear<kThreads>(clusters);
     list_tiles({starts, ends, M, G, layout, index_bytes}, to, most_tiles, most_slabs, Columns(N),
                clusters);
 }

@@ -140,6 +140,20 @@ struct Workspace {
         return reinterpret_cast<unsigned*>(expanded() + all_words());
     }
 
+    // Nothing is begun or noted yet. By the threads of one workgroup.
+    template <int Threads>
+    MX_MEMBER void clear(int clusters) const {
+        if (threadIdx.x == 0) {
+            *finished() = 0;
+            *claimed() = 0;
+            *begun() = clusters; // each begins with the tile of its own number
+        }
+        for (long i = threadIdx.x; i < all_words(); i += Threads)
+            expanded()[i] = 0;
+        for (long i = threadIdx.x; i < w_rows / 32; i += Threads)
+            nans()[i] = 0;
+    }
+
   private:
     MX_MEMBER unsigned char* up_to_x(unsigned* end) const {
         return start + (reinterpret_cast<unsigned char*>(end) - start + 1023) / 1024 * 1024;

@@ -158,15 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     launch_dependents();
     wait_for_grid_ahead();
     const Workspace to{static_cast<unsigned char*>(workspace), most_tiles, K, G * N, most_words, G};
-    if (threadIdx.x == 0) {
-        *to.finished() = 0;
-        *to.claimed() = 0;
-        *to.begun() = clusters; // each begins with the tile of its own number
-    }
-    for (long i = threadIdx.x; i < most_words; i += kThreads)
-        to.expanded()[i] = 0;
-    for (long i = threadIdx.x; i < G * N / 32; i += kThreads)
-        to.nans()[i] = 0;
+    to.clear<kThreads>(clusters);
     list_tiles({starts, through, before, K, G, index_bytes}, to, M,
                tiles_of_band(MX_ORDER, pairs, clusters));
 }
