@@ -13,12 +13,11 @@
 // lane stores its bytes one by one.
 
 #include "groups.h"
-#include "tile.h"
+#include "tile_sm90.h"
 
 using namespace mx;
 
 constexpr int kLines = MX_LINES;
-constexpr int kRowScales = kTileRows * kScaleColumns, kColumnScales = kTileColumns * kScaleRows;
 
 // One of the two matrices of scales, of each matrix of x: strips of tiles behind each other.
 struct Matrix {

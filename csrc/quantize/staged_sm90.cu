@@ -15,25 +15,16 @@
 // computes. A launch may begin before the one ahead of it in the stream ends.
 
 #include "groups.h"
-#include "tile.h"
+#include "tile_sm90.h"
 
 using namespace mx;
 
-constexpr int kRowScales = kTileRows * kScaleColumns, kColumnScales = kTileColumns * kScaleRows;
 static_assert(kToRows && kToColumns && kTileRows == kGroupRows && kLayout == kRowMajor);
 
 struct Shared {
     alignas(16) unsigned char columns[kColumnsBytes];
     alignas(16) unsigned char scales[kRowScales + kColumnScales];
 };
-
-// Lines of zeros, of at most Chunks times 16 bytes each.
-template <int Chunks>
-MX_DEVICE void store_zeros(unsigned char* to, unsigned lines, Offset pitch, unsigned line_bytes) {
-    for (unsigned i = thread_in_group(); i < lines * Chunks; i += kThreads)
-        if (i % Chunks * 16 < line_bytes)
-            *reinterpret_cast<Words<4>*>(to + i / Chunks * pitch + i % Chunks * 16) = {};
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     aiter_mx_quantize_staged(const unsigned char* x, const void* offsets, unsigned char* rows,
@@ -85,26 +76,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         u32x4 pieces[kRows];
         ahead.take(pieces);
         rows = afresh(rows); // which saves e2m1 the only spill
-        BlockScale square{};
-        if constexpr (kSquare)
-            square = scale_of_square(pieces);
-        unsigned char* column_scales = shared.scales + kRowScales;
-        // A path of its own for tiles without bounds and NaN saves instructions.
-        constexpr bool in_pairs = kScalesInPairs<In>;
-        RowMaxima maxima;
-        bool simple = whole;
-        if constexpr (in_pairs) {
-            maxima = row_maxima(pieces);
-            simple = is_whole_and_finite(tile, maxima);
-        }
-        if (simple) {
-            to_rows<false, in_pairs, kScaleColumns>(pieces, square, rows, tile, shared.scales,
-                                                    maxima);
-            to_columns<in_pairs, kScaleRows>(pieces, square, shared.columns, column_scales);
-        } else {
-            to_rows<true, false, kScaleColumns>(pieces, square, rows, tile, shared.scales, maxima);
-            to_columns<false, kScaleRows>(pieces, square, shared.columns, column_scales);
-        }
+        convert<kScaleRows>(pieces, tile, whole, rows, shared.scales, shared.columns,
+                            shared.scales + kRowScales);
     }
     group_barrier();
 

@@ -17,7 +17,7 @@
 
 #include "groups.h"
 #include "sm90/tma.h"
-#include "tile.h"
+#include "tile_sm90.h"
 
 using namespace mx;
 
@@ -109,14 +109,6 @@ MX_DEVICE void find_rows(const Groups& groups, unsigned first, void* padded, Sha
     group_barrier();
 }
 
-// Lines of zeros, of at most Chunks times 16 bytes each.
-template <int Chunks>
-MX_DEVICE void store_zeros(unsigned char* to, unsigned lines, Offset pitch, unsigned line_bytes) {
-    for (unsigned i = thread_in_group(); i < lines * Chunks; i += kThreads)
-        if (i % Chunks * 16 < line_bytes)
-            *reinterpret_cast<Words<4>*>(to + i / Chunks * pitch + i % Chunks * 16) = {};
-}
-
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kResident)
     aiter_mx_quantize_tiles(const unsigned char* x, const void* offsets, unsigned char* rows,
                             unsigned char* row_scales, unsigned char* columns,
@@ -205,30 +197,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 store_zeros<kChunks>(columns_at, tile.columns, static_cast<Offset>(M) * MX_BITS / 8,
                                      kColumnBytes);
         } else {
-            BlockScale square{};
-            if constexpr (kSquare)
-                square = scale_of_square(pieces);
-            constexpr bool in_pairs = kScalesInPairs<In>;
-            // A path of its own for tiles without bounds and NaN saves instructions.
-            RowMaxima maxima;
-            bool simple = tile.is_whole();
-            if constexpr (in_pairs) {
-                maxima = row_maxima(pieces);
-                simple = is_whole_and_finite(tile, maxima);
-            }
-            if (simple) {
-                if constexpr (kToRows)
-                    to_rows<false, in_pairs, kScaleColumns>(pieces, square, rows_at, tile,
-                                                            kept_row_scales, maxima);
-                if constexpr (kToColumns)
-                    to_columns<in_pairs, pitch>(pieces, square, kept_columns, kept_column_scales);
-            } else {
-                if constexpr (kToRows)
-                    to_rows<true, false, kScaleColumns>(pieces, square, rows_at, tile,
-                                                        kept_row_scales, maxima);
-                if constexpr (kToColumns)
-                    to_columns<false, pitch>(pieces, square, kept_columns, kept_column_scales);
-            }
+            convert<pitch>(pieces, tile, tile.is_whole(), rows_at, kept_row_scales, kept_columns,
+                           kept_column_scales);
         }
         if (kCluster > 1 && step == 0)
             cluster_wait(); // barriers of the others are there
