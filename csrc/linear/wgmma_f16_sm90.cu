@@ -404,17 +404,6 @@ struct XExpander {
                 shared.any_x[1] = 1;
         }
     }
-    // One piece: from source to place, with the factor of its block.
-    MX_MEMBER void expand(unsigned source, unsigned place, unsigned factor) const {
-        const u32x4 v = load_shared_16(source);
-        unsigned low[4], high[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16_times(v[j], factor, low[j], high[j]);
-        }
-        store_shared_16(place, low);
-        store_shared_16(place + kTileM * kPiece, high);
-    }
     // Notes a row of which a block is taken for zero, though it is not.
     MX_MEMBER void look_for_lost(int batch, unsigned source, unsigned pick) const {
 #pragma unroll 1
@@ -473,7 +462,8 @@ struct XExpander {
                         factors = chunk >= n * kStep ? tops[n] : factors;
                     factors = __shfl_sync(~0u, factors, lane_of);
                     barrier_wait(barrier, 0);
-                    expand(source, place, __byte_perm(factors, 0, pick));
+                    store_f16_times(place, kTileM * kPiece, load_shared_16(source),
+                                    __byte_perm(factors, 0, pick));
                 }
                 source += kXSubs * kSlotBytes;
                 place += kXSubs * kPieces * kStepBytes;

@@ -179,17 +179,6 @@ struct Bringer {
         __syncwarp();
     }
 
-    // Makes fp16 of 16 k of a row.
-    MX_MEMBER static void expand(const u32x4& v, unsigned factor, unsigned to) {
-        unsigned low[4], high[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            e4m3x4_to_f16_times(v[j], factor, low[j], high[j]);
-        }
-        store_shared_16(to, low);
-        store_shared_16(to + kCols * 16, high);
-    }
-
     static constexpr int kBatch = 3; // passes at once
     // factors: of the row whose scales the lane has.
     MX_MEMBER void expand_batch(int from, int first, int passes, unsigned slot,
@@ -208,7 +197,7 @@ struct Bringer {
             const unsigned factor = __byte_perm(of_row, 0, 0x0404 | b << 4 | b << 12);
             if (first + i >= passes)
                 continue;
-            expand(v[i], factor, slot + m * 16);
+            store_f16_times(slot + m * 16, kCols * 16, v[i], factor);
         }
     }
 

@@ -4,6 +4,8 @@
 
 #include "common/scale.h"
 #include "common/target.h"
+#include "sm90/memory.h"
+#include "sm90/mma.h"
 
 namespace mx {
 
@@ -19,6 +21,16 @@ MX_DEVICE unsigned factor_byte(unsigned scale, unsigned top) {
 // What a block is multiplied with, in both halves of a word, from four such bytes.
 MX_DEVICE unsigned factor_of_block(unsigned factors, int block) {
     return __byte_perm(factors, 0, 0x0404 | block << 4 | block << 12);
+}
+// 16 k of a row of x times such a factor, to where wgmma's B is: the lower halves of the words of
+// 16 k, and so many bytes behind them the upper ones.
+MX_DEVICE void store_f16_times(unsigned to, int behind, const u32x4& words, unsigned factor) {
+    unsigned low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        e4m3x4_to_f16_times(words[i], factor, low[i], high[i]);
+    store_shared_16(to, low);
+    store_shared_16(to + behind, high);
 }
 // Sets the top bit of each of four such bytes that is 0.
 MX_DEVICE unsigned zero_bytes(unsigned factors) { return (factors - 0x01010101) & 0x80808080; }
