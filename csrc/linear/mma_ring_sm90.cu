@@ -48,8 +48,7 @@ constexpr int kThreads = kWarps * kLanes;
 constexpr int kWarpRows = 16 * kRowTiles;
 constexpr int kPassRows = kRowWarps * kWarpRows;
 
-// A tile of sums is 16 rows of w by 8 of x, 4 values a lane. A turn exchanges kTurnTiles of them.
-constexpr int kTileBytes = kLanes * 16;
+// A turn exchanges kTurnTiles tiles of sums.
 constexpr int kTurnTilesM = kTilesM / kTurns;
 constexpr int kTurnTiles = kRowWarps * kRowTiles * kTurnTilesM;
 constexpr int kOwnedTiles = (kTurnTiles + kSplit - 1) / kSplit; // workgroup t % kSplit owns tile t

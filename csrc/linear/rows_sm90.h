@@ -31,6 +31,9 @@ struct Tensors {
 
 MX_DEVICE unsigned byte_of(unsigned word, int i) { return (word >> (8 * i)) & 0xff; }
 
+// A tile of sums is 16 rows of w by 8 of x, or the other way round, 4 values a lane.
+constexpr int kTileBytes = kLanes * 16;
+
 MX_DEVICE float4 load_tile(unsigned address) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -44,6 +47,15 @@ MX_DEVICE void store_tile(unsigned address, float4 v) {
                  : "memory");
 }
 MX_DEVICE float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+// Of tiles that follow each other, in their order.
+template <int Count>
+MX_DEVICE float4 sum_of_tiles(unsigned address) {
+    float4 sum = load_tile(address);
+#pragma unroll
+    for (int i = 1; i < Count; ++i)
+        sum = add(sum, load_tile(address + i * kTileBytes));
+    return sum;
+}
 
 // Copies some rows of w or x, every Step-th chunk.
 template <int Rows, int Step>

@@ -68,7 +68,6 @@ constexpr int kRowWarps = kRows / kWarpRows; // that have rows; others only take
 static_assert(kRows % kWarpRows == 0, "a warp has all of its rows or none");
 
 constexpr int kTilesM = kTileM / 8;
-constexpr int kTileBytes = kLanes * 16; // sums of 16 rows of w by 8 of x, 4 values a lane
 constexpr int kTiles = kRowWarps * kTilesM;
 constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit; // workgroup t % kSplit owns tile t
 
@@ -346,10 +345,7 @@ struct Finisher {
             if (i != from)
                 p = place(first, tile);
             const unsigned at = inbox + i * kSplit * kTileBytes + lane * 16;
-            float4 sum = load_tile(at);
-#pragma unroll
-            for (int s = 1; s < kSplit; ++s)
-                sum = add(sum, load_tile(at + s * kTileBytes));
+            const float4 sum = sum_of_tiles<kSplit>(at);
             unsigned marked = 0;
             const float any = (sum.x + sum.y) + (sum.z + sum.w);
             if (__builtin_expect(any != any, false))

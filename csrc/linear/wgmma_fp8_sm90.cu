@@ -158,7 +158,6 @@ static_assert(kGroupsA * kGroupsB == kRowGroups && kColumns * kGroupsB == kRowsB
               "each warpgroup has as many rows of B");
 
 // Tiles of sums: 16 rows of A by 8 of B.
-constexpr int kTileBytes = kLanes * 16;
 constexpr int kActive = (kRowsA + 15) / 16; // sixteens of rows of A, of a warp each
 constexpr int kTiles = kActive * (kRowsB / 8);
 constexpr int kOwnedTiles = (kTiles + kSplit - 1) / kSplit;
@@ -617,7 +616,7 @@ struct Inbox {
         const unsigned at = boxes + store.lane * 16;
         if constexpr (kEarly) {
             if (warp < owned)
-                store(target, sum_of_parts(at + warp * kParts * kTileBytes));
+                store(target, sum_of_tiles<kParts>(at + warp * kParts * kTileBytes));
         } else {
             // As many tiles of a warp at once as there are, up to four: each waits for its loads.
             constexpr int at_once = kTilesOfWarp < 4 ? kTilesOfWarp : 4;
@@ -627,20 +626,13 @@ struct Inbox {
 #pragma unroll
                 for (int j = 0; j < at_once; ++j)
                     if (const int i = first + j * kWarps; i < owned)
-                        sums[j] = sum_of_parts(at + i * kParts * kTileBytes);
+                        sums[j] = sum_of_tiles<kParts>(at + i * kParts * kTileBytes);
 #pragma unroll
                 for (int j = 0; j < at_once; ++j)
                     if (const int i = first + j * kWarps; i < owned)
                         store(sums[j], i * kSplit + part);
             }
         }
-    }
-    MX_MEMBER static float4 sum_of_parts(unsigned at) {
-        float4 sum = load_tile(at);
-#pragma unroll
-        for (int s = 1; s < kParts; ++s)
-            sum = add(sum, load_tile(at + s * kTileBytes));
-        return sum;
     }
     MX_MEMBER void send(int tile, int k_group, float4 sum) const {
         const int to = tile % kSplit;
