@@ -8,6 +8,7 @@
 #include "common/scale.h"
 #include "moe.h"
 #include "sm90/f16_factors.h"
+#include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
 #include "wgmma_sm90.h"

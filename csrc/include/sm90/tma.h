@@ -227,22 +227,6 @@ MX_DEVICE void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned
         : "memory");
 }
 
-// Four matrices of 8 rows of 16 bytes; lane 8i + r gives the address of row r of matrix i, lane
-// 4g + t gets word t of row g.
-MX_DEVICE void load_matrices(unsigned (&v)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(address)
-                 : "memory");
-}
-// Stores matrices of 16-bit values; lane 4g + t gives column g of rows 2t and 2t + 1.
-MX_DEVICE void store_matrices_transposed(unsigned address, const unsigned (&v)[4]) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-        "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-        : "memory");
-}
-
 // Registers of each thread of this warpgroup from here on.
 template <int Registers>
 MX_DEVICE void increase_registers() {
@@ -269,44 +253,6 @@ MX_DEVICE void keep_in_order(float (&values)[Count]) {
 #pragma unroll
     for (int i = 0; i < Count; ++i)
         asm volatile("" : "+f"(values[i])::"memory");
-}
-
-// Two values to 16 bits each, the first in the lower half.
-template <class T>
-MX_DEVICE unsigned pack(float low, float high);
-template <>
-MX_MEMBER unsigned pack<bf16>(float low, float high) {
-    unsigned packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-template <>
-MX_MEMBER unsigned pack<fp16>(float low, float high) {
-    unsigned packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-// Stores two neighbours to memory if `exists` is not negative. One instruction: compilers make two
-// of it where another branch has the two stores as well.
-template <class T>
-MX_DEVICE void store_pair(T* to, float first, float second, int exists) {
-    if constexpr (sizeof(T) == 4)
-        asm volatile("{\n"
-                     ".reg .pred p;\n"
-                     "setp.ge.s32 p, %3, 0;\n"
-                     "@p st.global.v2.f32 [%0], {%1, %2};\n"
-                     "}" ::"l"(to),
-                     "f"(first), "f"(second), "r"(exists)
-                     : "memory");
-    else
-        asm volatile("{\n"
-                     ".reg .pred p;\n"
-                     "setp.ge.s32 p, %2, 0;\n"
-                     "@p st.global.u32 [%0], %1;\n"
-                     "}" ::"l"(to),
-                     "r"(pack<T>(first, second)), "r"(exists)
-                     : "memory");
 }
 
 // TMA (cp.async.bulk.tensor) copies boxes of a tensor that a tensor map describes. The host makes
