@@ -80,7 +80,8 @@ def test_candidates_have_a_launch_and_every_other_configuration_says_if_it_has_n
 ) -> None:
     target = hardware(arch)
     quantising = LinearProblem(M=5, N=2304, K=6144, x_dtype="bf16")
-    of_ops = {"linear": (LINEAR, LinearProblem(1, 40, 96), quantising), "moe_gemm": (EXPERTS,)}
+    few_k, of_tiles = LinearProblem(1, 40, 96), LinearProblem(300, 2304, 6144)
+    of_ops = {"linear": (LINEAR, few_k, quantising, of_tiles), "moe_gemm": (EXPERTS,)}
     for op, problems in of_ops.items():
         for kernel in kernels_of(op):
             for problem in problems:

@@ -21,7 +21,12 @@ from aiter_mx.kernels.linear.clusters_sm90 import ARGS, operand_maps, scalars
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_FP8_TILED as START
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_TILED as FITTED
 from aiter_mx.kernels.linear.problem import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import Layout, chunks_of, laid_out
+from aiter_mx.kernels.linear.wgmma_fp8_layout_sm90 import (
+    MOST_GROUPS,
+    Layout,
+    chunks_of,
+    laid_out,
+)
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, GROUP_ROWS, most_clusters
 from aiter_mx.kernels.spec import Config, Geometry, Param, where_it_fits
@@ -72,7 +77,7 @@ def _layout_of(
     N: int, K: int, tile_m: int, tile_n: int, row_groups: int, k_groups: int, split: int
 ) -> Layout | None:
     of_tile = _of_tile(tile_m, N, K)
-    if chunks_of(of_tile) // split < k_groups:
+    if row_groups * k_groups > MOST_GROUPS or chunks_of(of_tile) // split < k_groups:
         return None
     if tile_m in _TOKENS_AS_B:
         if tile_n != GROUP_ROWS * row_groups:
