@@ -1,5 +1,5 @@
 // Hopper's asynchronous machinery: cp.async, TMA, barriers in shared memory, clusters, and what
-// warp specialisation needs. Each function is one instruction of the PTX ISA manual; addresses of
+// warp specialisation needs. Most functions are one instruction of the PTX ISA manual; addresses of
 // shared memory are 32 bits wide.
 #pragma once
 
