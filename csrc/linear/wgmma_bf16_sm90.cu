@@ -39,6 +39,10 @@
 //
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
 // fp32 arithmetic after the others are stored.
+//
+// To 128 tokens making bf16 of w takes as long as multiplying. There both may be fp16 instead
+// (MX_F16), which takes half of the instructions but covers fewer scales: relative to each row's
+// reference, sm90/f16_relative.h, which the row's sums are multiplied with at the end.
 
 #define MX_CLUSTER (MX_PAIRS ? 2 : MX_SPLIT)
 
@@ -49,6 +53,7 @@
 #include "sm90/convert.h"
 #include "sm90/exact.h"
 #include "sm90/expand.h"
+#include "sm90/f16_relative.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
@@ -63,9 +68,10 @@ constexpr int kSplit = MX_PAIRS ? 1 : MX_SPLIT;  // CTAs that share K
 constexpr int kInTurn = MX_PAIRS ? MX_SPLIT : 1; // parts of K that a CTA adds up in their order
 constexpr bool kOwnX = MX_OWN_X;     // each CTA makes bf16 of its x itself, without a launch ahead
 constexpr int kHelpers = MX_HELPERS; // warpgroups that copy, and make bf16 of x if it is its own
-constexpr bool kPairs = MX_PAIRS, kSwapped = MX_SWAPPED;
+constexpr bool kPairs = MX_PAIRS, kSwapped = MX_SWAPPED, kF16 = MX_F16;
 constexpr int kXStages = MX_X_STAGES, kWStages = MX_W_STAGES;
 using Out = DType<MX_OUT>;
+using XWorkspace = XWorkspaceOf<kF16>;
 
 constexpr int kPair = kPairs ? 2 : 1; // CTAs that share x
 constexpr int kCluster = kPair * kSplit;
@@ -76,6 +82,7 @@ static_assert(!kPairs || kParts == 1);
 static_assert(kKGroups == 1 || kGroups == 1);
 static_assert(!kOwnX || (!kPairs && kTokens <= 32));
 static_assert(!kSwapped || (kStoresSums && kTokens % 16 == 0));
+static_assert(!kF16 || (!kOwnX && !kSwapped));
 constexpr int kGroupThreads = 128, kWarps = 4; // of a warpgroup
 constexpr int kThreads = (kHelpers + kGroups * kKGroups) * kGroupThreads;
 constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows;
@@ -113,7 +120,7 @@ static_assert(kSharedBytes <= MX_SHARED_BYTES, "the host lays shared memory out 
 constexpr bool kMany = kTokens > 256; // tokens: then pairs have few registers to spare
 constexpr int kHelperRegisters = kPairs && kMany ? 24 : kPairs ? 40 : 56;
 constexpr int kConsumerRegisters = kGroups == 3     ? 152
-                                   : kTokens <= 128 ? 184
+                                   : kTokens <= 128 ? (kF16 && kPairs ? 232 : 184)
                                    : !kPairs        ? 224
                                    : kMany          ? 240
                                                     : 232;
@@ -125,14 +132,14 @@ constexpr int kOfSm = kTokens > 64 || MX_SHARED_BYTES > 113 << 10 ? 1
 constexpr int kLaunchRegisters =
     kOwnX || kOfSm > 1 ? 65536 / (kThreads * kOfSm) / 8 * 8
     : kGroups == 1
-        ? 240
+        ? (kF16 ? 248 : 240)
         : ((kGroups * kConsumerRegisters + kHelperRegisters) / (kGroups + 1) + 7) / 8 * 8;
 // What a warp computes again at a time, as registers allow: outputs, and parts of their K; and rows
 // whose scales it looks at.
 constexpr int kMendRegisters =
     kStoresSums && kSetsRegisters ? kConsumerRegisters : kLaunchRegisters;
-constexpr int kMended = kOwnX ? 2 : kMendRegisters >= 224 ? 6 : 4, kMendedAtOnce = 2;
-constexpr int kSeenAtOnce = kOwnX ? 8 : 16;
+constexpr int kMended = kOwnX ? 2 : kMendRegisters >= 224 && !kF16 ? 6 : 4, kMendedAtOnce = 2;
+constexpr int kSeenAtOnce = kOwnX || kF16 ? 8 : 16;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
 
@@ -349,16 +356,36 @@ MX_DEVICE bool load_shared_byte(unsigned address) {
     return v;
 }
 
-// Notes for each of some rows whether it has a scale that bf16 does not cover; small ones of w
+constexpr int kSampledOfW = 16;
+// The reference of a row of w.
+MX_DEVICE unsigned reference_of(const unsigned char* scales, long blocks) {
+    unsigned reference = 0;
+#pragma unroll
+    for (int i = 0; i < kSampledOfW; ++i)
+        reference =
+            max(reference, sample_of(load_byte(scales + sampled_block<kSampledOfW>(i, blocks))));
+    return reference_from(reference);
+}
+
+// Notes for each of some rows whether it has a scale that bf16 does not cover, or fp16; small ones
 // count where they have values. A warp takes some rows at a time, a lane every 32nd scale of them.
+// references: of x, where fp16.
 template <bool OfX>
 MX_DEVICE void note_outside(unsigned flags, const unsigned char* payload,
-                            const unsigned char* scales, int rows, long blocks, int warp, int warps,
-                            int lane) {
+                            const unsigned char* scales, const unsigned* references, int rows,
+                            long blocks, int warp, int warps, int lane) {
     constexpr int at_once = kSeenAtOnce;
 #pragma unroll 1
     for (int first = warp * at_once; first < rows; first += warps * at_once) {
-        unsigned outside = 0;
+        unsigned outside = 0, reference[at_once] = {};
+        if constexpr (kF16) {
+            const int row = min(first + lane % at_once, rows - 1);
+            const unsigned own =
+                OfX ? load_relaxed(references + row) : reference_of(scales + row * blocks, blocks);
+#pragma unroll
+            for (int i = 0; i < at_once; ++i)
+                reference[i] = __shfl_sync(0xffffffff, own, i);
+        }
 #pragma unroll 1
         for (long b = lane; b < blocks; b += kLanes) {
             unsigned scale[at_once];
@@ -367,14 +394,18 @@ MX_DEVICE void note_outside(unsigned flags, const unsigned char* payload,
                 scale[i] = load_byte(scales + min(first + i, rows - 1) * blocks + b);
 #pragma unroll
             for (int i = 0; i < at_once; ++i) {
-                bool counts = scale[i] > (OfX ? kLastXScale : kLastWScale) && scale[i] != kNanScale;
-                if (!OfX && scale[i] < kFirstWScale) {
+                const bool is_nan = scale[i] == kNanScale;
+                bool counts = scale[i] > (OfX ? kLastXScale : kLastWScale) && !is_nan;
+                bool if_any = !OfX && scale[i] < kFirstWScale;
+                if constexpr (kF16) {
+                    counts = false;
+                    if_any = !is_nan &&
+                             !is_covered(scale[i], reference[i], OfX ? kOfLargest : kOfSampled);
+                }
+                if (if_any) {
                     const unsigned char* const of =
                         payload + (min(first + i, rows - 1) * blocks + b) * kBlock;
-                    const u32x4 low = load(of), high = load(of + kBlock / 2);
-                    counts = (low[0] | low[1] | low[2] | low[3] | high[0] | high[1] | high[2] |
-                              high[3]) &
-                             0x7f7f7f7f;
+                    counts = has_values(load(of)) || has_values(load(of + kBlock / 2));
                 }
                 outside |= (counts ? 1u : 0u) << i;
             }
@@ -417,9 +448,10 @@ MX_DEVICE void mend(const Operands& t, const Block& block, bool of_x, Sync sync)
             some[i] = row(first + i);
     };
     const ScaledRow x = of_x_row(0), w = of_w_row(0);
-    note_outside<true>(of_tokens, x.payload, x.scales, of_x ? tokens : 0, t.blocks(), warp,
-                       block.warps, lane);
-    note_outside<false>(of_rows, w.payload, w.scales, rows, t.blocks(), warp, block.warps, lane);
+    note_outside<true>(of_tokens, x.payload, x.scales, t.x.references() + block.token,
+                       of_x ? tokens : 0, t.blocks(), warp, block.warps, lane);
+    note_outside<false>(of_rows, w.payload, w.scales, nullptr, rows, t.blocks(), warp, block.warps,
+                        lane);
     sync(); // these are there, and all sums have been stored
     // Most eights have none. Those past the end are never set but by chance.
     const auto each_noted = [&](unsigned flags, int all, const auto& f) {
@@ -614,6 +646,7 @@ MX_DEVICE float4 load_cluster_16(unsigned address) {
                      : "memory");
     return v;
 }
+
 MX_DEVICE unsigned load_cluster_4(unsigned address) {
     unsigned v;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -703,6 +736,11 @@ MX_DEVICE unsigned load_acquire(const unsigned* p) {
     return v;
 }
 
+// Of a tile's tokens, a lane has that of token `lane` and of every 32nd after it.
+struct TokenReferences {
+    unsigned words[(kTokens + kLanes - 1) / kLanes];
+};
+
 // Multiplies 64 rows of w by the tokens of a tile.
 struct Consumer {
     const Operands& t;
@@ -715,6 +753,10 @@ struct Consumer {
     // first two of them, or the others for lanes 2 and 3 of four. Then those of this chunk, as
     // factors.
     unsigned scales, factors;
+    // Where fp16: the reference of the row whose scales this lane loads, and factors for them.
+    unsigned reference;
+    F16Factors f16_factors{0, kOfSampled};
+    TokenReferences token_references;
     const unsigned char* scales_at;
     int scales_left;  // for this lane, from there
     const bool pairs; // whether two scales are one load
@@ -722,7 +764,7 @@ struct Consumer {
     unsigned x_outside;          // of this thread's units
     bool outside_so_far = false; // of w, in parts of K before this one
     unsigned ended_before; // parts of the tile, when this one was almost multiplied: of thread 0
-    const unsigned magnitude = held(kMagnitude);
+    const unsigned magnitude = kF16 ? 0 : held(kMagnitude);
     const unsigned w_place;          // of what this lane loads of w, in the first stage
     const unsigned x_empty;          // of the first stage, in this lane's CTA of the cluster
     unsigned words[2][4], factor[2]; // of the unit to expand: [row]
@@ -737,30 +779,66 @@ struct Consumer {
                               : shared + kXEmpty)) {}
 
     MX_MEMBER int thread() const { return warp * kLanes + lane; }
+    // Those of the row of which this lane loads some.
+    MX_MEMBER const unsigned char* scales_of_row(const Segment& s) const {
+        const long row = t.row(s) + group * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
+        return t.ws + min(row, t.N - 1) * t.blocks();
+    }
     MX_MEMBER void open(const Segment& s) {
         used = -1;
         factors = 0;
         least = most = 127 * 0x00010001;
         nan[0] = nan[1] = 0;
-        const long row = t.row(s) + group * kGroupRows + warp * 16 + lane / 4 + lane % 2 * 8;
+        const unsigned char* const of_row = scales_of_row(s);
         const long block = s.first_chunk * static_cast<long>(kChunkK / kBlock) + lane / 2 % 2 * 2;
-        scales_at = t.ws + min(row, t.N - 1) * t.blocks() + block;
+        scales_at = of_row + block;
         scales_left = t.blocks() - block;
+        scales = 127 * 0x0101;
+        if (kF16 && scales_left < 2) // any of the row's
+            scales = load_byte(of_row) * 0x0101;
         load_scales();
+    }
+    MX_MEMBER TokenReferences load_token_references(const Segment& s) const {
+        TokenReferences found;
+        const unsigned* const of_tile =
+            t.x.references() + t.token_tile(s) * static_cast<long>(kTokens);
+#pragma unroll
+        for (int i = 0; i * kLanes < kTokens; ++i)
+            found.words[i] = load_relaxed(of_tile + min(i * kLanes + lane, kTokens - 1));
+        return found;
+    }
+    // Two lanes have half of the samples each of a row.
+    MX_MEMBER void find_reference(const Segment& s) {
+        constexpr int own = kSampledOfW / 2;
+        const unsigned char* const of_row = scales_of_row(s);
+        unsigned samples[own];
+#pragma unroll
+        for (int i = 0; i < own; ++i)
+            samples[i] =
+                load_byte(of_row + sampled_block<kSampledOfW>(lane / 2 % 2 * own + i, t.blocks()));
+        reference = 0;
+#pragma unroll
+        for (int i = 0; i < own; ++i)
+            reference = max(reference, sample_of(samples[i]));
+        reference = reference_from(max(reference, __shfl_xor_sync(0xffffffff, reference, 2)));
+        f16_factors = F16Factors(reference, kOfSampled);
+        least = most = reference * 0x00010001;
     }
     // Whether bf16 does not cover a scale of the tile's x: of all K, whatever the segment is.
     MX_MEMBER void look_at_x(const Segment& s) {
-        const unsigned* const flags = t.x.outside() + t.token_tile(s) * t.x.units();
-        for (int i = thread(); i < t.x.units(); i += kGroupThreads)
+        const long of_tile = t.x.outside_of_tile();
+        const unsigned* const flags = t.x.outside() + t.token_tile(s) * of_tile;
+        for (int i = thread(); i < of_tile; i += kGroupThreads)
             x_outside |= load_relaxed(flags + i);
     }
 
     MX_MEMBER void load_scales() {
+        const unsigned missing = kF16 ? scales : 127 * 0x0101; // fp16 covers any one of the row's
         if (pairs) {
-            scales = scales_left > 0 ? load_two(scales_at) : 127 * 0x0101;
+            scales = scales_left > 0 ? load_two(scales_at) : missing;
         } else {
-            const unsigned first = scales_left > 0 ? load_byte(scales_at) : 127;
-            scales = first | (scales_left > 1 ? load_byte(scales_at + 1) : 127) << 8;
+            const unsigned first = scales_left > 0 ? load_byte(scales_at) : missing & 0xff;
+            scales = first | (scales_left > 1 ? load_byte(scales_at + 1) << 8 : missing & 0xff00);
         }
         scales_at += kChunkK / kBlock;
         scales_left -= kChunkK / kBlock;
@@ -778,7 +856,7 @@ struct Consumer {
             const unsigned halves = __byte_perm(scales, 0, 0x4140);
             least = min_halves(least, halves);
             most = max_halves(most, halves);
-            factors = w_factors(halves);
+            factors = kF16 ? f16_factors(halves) : w_factors(halves);
             load_scales();
         }
 #pragma unroll
@@ -790,8 +868,12 @@ struct Consumer {
     MX_MEMBER void expand(unsigned (&a)[4][4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            e4m3x4_to_bf16<J / 2>(words[i][J], factor[i], magnitude, a[J][i], a[J][2 + i]);
-            nan[i] |= (words[i][J] + 0x01010101) ^ words[i][J];
+            if constexpr (kF16) {
+                e4m3x4_to_f16<J / 2>(words[i][J], factor[i], a[J][i], a[J][2 + i]);
+            } else {
+                e4m3x4_to_bf16<J / 2>(words[i][J], factor[i], magnitude, a[J][i], a[J][2 + i]);
+                nan[i] |= (words[i][J] + 0x01010101) ^ words[i][J];
+            }
         }
     }
     MX_MEMBER void release_x(int stage) const {
@@ -814,7 +896,10 @@ struct Consumer {
     MX_MEMBER static void wgmma_tokens(float (&sums)[Sums], const unsigned (&a)[4],
                                        unsigned long long b, unsigned long long second) {
         constexpr int first = kFirstTokens / 2, others = Sums - first;
-        if constexpr (others == 0) {
+        if constexpr (kF16) {
+            static_assert(others == 0);
+            wgmma_f16(sums, a, b);
+        } else if constexpr (others == 0) {
             wgmma(sums, a, b);
         } else {
             wgmma(reinterpret_cast<float (&)[first]>(sums), a, b);
@@ -861,6 +946,8 @@ struct Consumer {
     MX_MEMBER void add(float (&sums)[kTokens / 2], const Segment& s, bool is_first) {
         unsigned a[2][4][4];
         const int units = t.units(s);
+        if constexpr (kF16)
+            find_reference(s);
         fetch<false>();
         expand<0>(a[0]);
         expand<1>(a[0]);
@@ -885,6 +972,8 @@ struct Consumer {
         x_outside = 0;
         if constexpr (!kOwnX)
             look_at_x(s);
+        if constexpr (kF16 && !kPairs)
+            token_references = load_token_references(s);
         if (kPairs && kInTurn == 1 && s.chunks < t.schedule.chunks && thread() == 0)
             ended_before = load_acquire(ended_at(s));
         wgmma_wait<0>();
@@ -920,9 +1009,12 @@ struct Consumer {
             sums[i] = 0;
         add(sums, s, i == 0);
         const unsigned highest = max(most & 0xffff, most >> 16);
+        const unsigned lowest = min(least & 0xffff, least >> 16);
         const bool nan_scale = highest == kNanScale;
-        const bool w_outside = min(least & 0xffff, least >> 16) < kFirstWScale ||
-                               (highest > kLastWScale && !nan_scale);
+        const bool w_outside = kF16
+                                   ? !is_covered(lowest, reference, kOfSampled) ||
+                                         (!is_covered(highest, reference, kOfSampled) && !nan_scale)
+                                   : lowest < kFirstWScale || (highest > kLastWScale && !nan_scale);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (any_of_row((nan[i] & 0x80808080) || (lane % 2 == i && nan_scale), lane)) {
@@ -940,8 +1032,30 @@ struct Consumer {
         } else if constexpr (kStoresSums) {
             finish(sums, s, w_outside);
         } else {
+            if constexpr (kF16)
+                apply_references(sums, token_references);
             share(sums, w_outside || x_outside);
         }
+    }
+
+    // Multiplies sums with what both rows' references stand for.
+    MX_MEMBER void apply_references(float (&sums)[kTokens / 2],
+                                    const TokenReferences& of_tokens) const {
+        float of_rows[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            of_rows[i] = reference_value(__shfl_sync(0xffffffff, reference, i, 4), kOfSampled);
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int token = j * 8 + lane % 4 * 2 + i;
+                const float of_token = reference_value(
+                    __shfl_sync(0xffffffff, of_tokens.words[j * 8 / kLanes], token % kLanes),
+                    kOfLargest);
+                sums[4 * j + i] *= of_token * of_rows[0];
+                sums[4 * j + 2 + i] *= of_token * of_rows[1];
+            }
     }
 
     // Leaves the sums where all CTAs of the cluster find them.
@@ -974,6 +1088,8 @@ struct Consumer {
                           thread(),
                           kWarps,
                           shared + kFlags + group * kFlagBytes};
+        if constexpr (kF16) // of pairs not loaded before, as joining takes all registers
+            apply_references(sums, kPairs ? load_token_references(s) : token_references);
         Results{t, block}.store_sums(sums);
         if (__builtin_expect(outside, false))
             mend(t, block, named_barrier_or(1 + group, kGroupThreads, x_outside),

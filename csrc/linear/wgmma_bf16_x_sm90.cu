@@ -8,37 +8,20 @@
 
 #include "common/scale.h"
 #include "common/target.h"
-#include "fused.h"
+#include "incoming_sm90.h"
 #include "sm90/convert.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "wgmma_bf16_x_sm90.h"
+#include "wgmma_f16_x_sm90.h" // a launch of its own, of the same code object
 
 using namespace mx;
 
 // Eight warps have four octets of tokens each; of tiles of more, each further warp has one.
 constexpr int kWarps = 8, kOfWarp = 4, kBlock = 32;
+using XWorkspace = XWorkspaceOf<false>;
 constexpr bool kQuantises = !kIsQuantised<MX_X>;
-
-// 16 k of a token as loaded, and what they are quantised to.
-struct Incoming {
-    QuantisedHalf quantised = {{}, 127};
-    HalfBlock<MX_X> half = {};
-
-    MX_MEMBER void load_from(const unsigned char* x, const unsigned char* xs, long at) {
-        if constexpr (kQuantises)
-            half = {load(x + at * 2), load(x + at * 2 + 16)};
-        else
-            quantised = {load(x + at), load_byte(xs + at / kBlock)};
-    }
-    // All lanes of a warp take part.
-    MX_MEMBER const QuantisedHalf& result() {
-        if constexpr (kQuantises)
-            quantised = mx::quantised(half);
-        return quantised;
-    }
-};
 
 extern "C" __global__ void __maxnreg__(kQuantises ? 64 : 48)
     aiter_mx_linear_wgmma_bf16_x(const unsigned char* xq, const unsigned char* x_scales,
@@ -62,7 +45,7 @@ extern "C" __global__ void __maxnreg__(kQuantises ? 64 : 48)
     const int first = warp < kWarps ? warp : warp + (kOfWarp - 1) * kWarps; // octet
     const int left = tile_tokens / 8 - first;
     const long first_row = tile * tile_tokens + first * 8 + token;
-    Incoming incoming[kOfWarp];
+    Incoming<MX_X> incoming[kOfWarp];
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
         const long row = min(first_row + i * kWarps * 8, M - 1);

@@ -34,17 +34,18 @@ def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
         assert chosen.cycles == min(costs) and costs[chosen.cycles] == chosen.values
         out_dtype = "fp32" if exact else "bf16"
         taken = route("linear", TARGET, LinearProblem(M, N, K, out_dtype))
-        if taken.kernel in ("wgmma_bf16", "wgmma_fp8_tiled"):
+        if taken.kernel in ("wgmma_bf16", "wgmma_f16_tiled", "wgmma_fp8_tiled"):
             assert tuple(taken.config.values()) == chosen.values
-            assert (taken.kernel == "wgmma_fp8_tiled") is chosen.of_fp8
+            assert taken.kernel == chosen.kernel
         else:
             assert taken.kernel == ("wgmma_fp8" if M <= 128 else "wgmma_bf16_swapped")
 
 
 @pytest.mark.parametrize(("N", "K"), [(16384, 8192), (10240, 8192)])
 def test_a_row_more_than_a_tile_of_256_takes_no_second_one(N: int, K: int) -> None:
-    config = route("linear", TARGET, LinearProblem(257, N, K)).config
-    assert config["tile_m"] in (272, 288)
+    """Nor two tiles of more than 288 tokens together."""
+    tile_m = route("linear", TARGET, LinearProblem(257, N, K)).config["tile_m"]
+    assert tile_m * -(-257 // tile_m) <= 288
 
 
 def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
+from aiter_mx.kernels.linear.wgmma_f16_tiled_sm90 import EXPAND_X, WGMMA_F16_TILED
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.moe_align import MoeAlignProblem
@@ -68,4 +72,12 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
     for pairs in (0, 66):
         config = {"tile_m": 96, "tile_n": 64, "split": 1, "pairs": pairs}
         found[f"linear/wgmma_bf16_sm90.cu of {pairs} pairs"] = (module, narrow, config)
+    over_f16 = WGMMA_F16_TILED.module
+    assert over_f16 is not None
+    for tile_m, pairs in product((96, 128), (0, 66)):
+        config = {"tile_m": tile_m, "tile_n": 128, "split": 1, "pairs": pairs}
+        name = f"linear/wgmma_bf16_sm90.cu over fp16, {tile_m} tokens and {pairs} pairs"
+        found[name] = (over_f16, tiled, config)
+    unquantised = replace(tiled, x_dtype="bf16")
+    found["linear/wgmma_bf16_x_sm90.cu that quantises"] = (EXPAND_X, unquantised, config)
     return found

@@ -16,6 +16,7 @@ from aiter_mx.kernels.linear.gemv import GEMV
 from aiter_mx.kernels.linear.mfma_gfx950 import MFMA
 from aiter_mx.kernels.linear.mma_registers_sm90 import MMA_REGISTERS
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
+from aiter_mx.kernels.linear.wgmma_f16_tiled_sm90 import WGMMA_F16_TILED
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.spec import Config, KernelSpec, combinations
 from aiter_mx.launch import build_request
@@ -103,6 +104,8 @@ VARIANTS = [
     (MMA_REGISTERS, mma_registers_config(12, 2, 0, 1), (5, 8), False, "fp16", "bf16"),
     (WGMMA_BF16, wgmma_bf16_config(128, 64, 0), (33, 300), False, "bf16", "fp32"),
     (WGMMA_BF16, wgmma_bf16_config(96, 64, 1), (90, 200), True, "fp16", "bf16"),
+    (WGMMA_F16_TILED, wgmma_bf16_config(128, 64, 0), (65, 300), False, "bf16", "fp32"),
+    (WGMMA_F16_TILED, wgmma_bf16_config(96, 128, 1), (90, 200), True, "fp16", "bf16"),
 ]
 
 

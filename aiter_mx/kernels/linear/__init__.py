@@ -8,6 +8,7 @@ from aiter_mx.kernels.linear import invariant_sm90
 from aiter_mx.kernels.linear.choice_sm90 import (
     WGMMA_BF16,
     WGMMA_BF16_SWAPPED,
+    WGMMA_F16_TILED,
     WGMMA_FP8,
     WGMMA_FP8_TILED,
 )
@@ -44,6 +45,7 @@ _FOR_QUANTISED_X = (
     WGMMA_F16,
     MMA_RING,
     WGMMA_BF16_SWAPPED,
+    WGMMA_F16_TILED,
     _WGMMA_BF16,
     _WGMMA_BF16_FEW,
     PERSISTENT_SPLIT,

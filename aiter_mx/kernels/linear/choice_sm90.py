@@ -1,8 +1,9 @@
 """What Hopper's linear of more than 64 rows is chosen from without a table: a menu of each weight.
 
-``wgmma_fp8_tiled`` and ``wgmma_bf16`` have tiles for any number of rows, and each tile is a code
-object. Of both together a weight has the few that lose the least by the models of both; a call
-takes the one that its number of rows takes the least time with, unless ``wgmma_fp8`` takes less.
+``wgmma_fp8_tiled``, ``wgmma_f16_tiled`` and ``wgmma_bf16`` have tiles for any number of rows, and
+each tile is a code object. Of all together a weight has the few that lose the least by their
+models; a call takes the one that its number of rows takes the least time with, unless ``wgmma_fp8``
+takes less.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as bf16
 from aiter_mx.kernels.linear import wgmma_bf16_swapped_sm90 as swapped
+from aiter_mx.kernels.linear import wgmma_f16_tiled_sm90 as f16
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as fp8
 from aiter_mx.kernels.linear import wgmma_fp8_tiled_sm90 as tiled
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
 from aiter_mx.kernels.linear.many_rows_sm90 import persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
 from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import LARGE, Array, costs_of_codes
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PARAMS as BF16_PARAMS
 from aiter_mx.kernels.sm90 import GROUP_ROWS
-from aiter_mx.kernels.spec import Config
+from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.target import Target
 
 _SERVED_BY_FP8 = 1  # of the numbers of rows below, unless sums have to be exact
@@ -42,10 +43,18 @@ _MIN_TILED_M = 81  # below, wgmma_fp8 has tiles that fit
 
 
 class Code(NamedTuple):
-    """A code object: of wgmma_fp8_tiled, or a tile of wgmma_bf16 with parts of K."""
+    """A code object: of wgmma_fp8_tiled, or a tile of wgmma_bf16 or wgmma_f16_tiled with parts of
+    K."""
 
     of_fp8: tiled.Code | None
     of_bf16: tuple[bf16.Tile, int] | None
+
+    @property
+    def kernel(self) -> str:
+        """What it is of."""
+        if self.of_bf16 is None:
+            return tiled.WGMMA_FP8_TILED.name
+        return f16.WGMMA_F16_TILED.name if self.of_bf16[0].f16 else bf16.WGMMA_BF16.name
 
     def cost(self, target: Target, sizes: Sizes) -> tuple[float, tuple[int, ...]]:
         """A model of a call, and the values of its configuration."""
@@ -53,8 +62,10 @@ class Code(NamedTuple):
             within = _MIN_TILED_M <= sizes.M <= tiled.MOST_OWN_M
             return (self.of_fp8.cost(sizes.M) if within else inf), self.of_fp8.values
         assert self.of_bf16 is not None
+        tile, _ = self.of_bf16
         cycles, _, values = min(bf16.costs_of(target, sizes, *self.of_bf16))
-        return START_OF_BF16 + cycles, values
+        within = not tile.f16 or sizes.M <= f16.MOST_OWN_M
+        return (START_OF_BF16 + cycles if within else inf), values
 
 
 class Choice(NamedTuple):
@@ -62,12 +73,16 @@ class Choice(NamedTuple):
 
     cycles: float
     values: tuple[int, ...]
-    of_fp8: bool
+    kernel: str
+
+    def config(self, of: KernelSpec) -> Config:
+        """Its values by their names."""
+        return {p.name: v for p, v in zip(of.params, self.values, strict=True)}
 
 
 @lru_cache(maxsize=1024)
 def menu(target: Target, N: int, K: int, exact: bool) -> tuple[Code, ...]:
-    """The code objects of a weight; of wgmma_bf16 alone where sums have to be exact."""
+    """The code objects of a weight; none of wgmma_fp8_tiled where sums have to be exact."""
     served = slice(0 if exact else _SERVED_BY_FP8, None)
     rows, says = _ROWS[served], _SAYS[served]
     of_bf16, costs = costs_of_codes(target, rows, N, K)
@@ -112,10 +127,17 @@ def _fp8_cycles(target: Target, M: int, N: int, K: int) -> float:
 def best(target: Target, M: int, N: int, K: int, exact: bool) -> Choice:
     """Of up to 4,096 rows."""
     sizes = Sizes(M, N, K)
-    return min(
-        Choice(*code.cost(target, sizes), code.of_fp8 is not None)
-        for code in menu(target, N, K, exact)
-    )
+    return min(Choice(*code.cost(target, sizes), code.kernel) for code in menu(target, N, K, exact))
+
+
+def _best_of(of: KernelSpec, target: Target, problem: LinearProblem) -> Choice | None:
+    """The best of a kernel's code objects in either of a weight's menus, if there are any."""
+    sizes = Sizes(problem.M, problem.N, problem.K)
+    for exact in (_is_exact(target, problem), True):
+        codes = [c for c in menu(target, problem.N, problem.K, exact) if c.kernel == of.name]
+        if codes:
+            return min(Choice(*code.cost(target, sizes), of.name) for code in codes)
+    return None
 
 
 def _chosen(target: Target, problem: LinearProblem) -> Choice:
@@ -129,8 +151,8 @@ def _is_exact(target: Target, problem: LinearProblem) -> bool:
 def _configure_tiled(target: Target, problem: LinearProblem) -> Config:
     if problem.M <= tiled.MOST_OWN_M:
         chosen = _chosen(target, problem)
-        if chosen.of_fp8:
-            return {p.name: v for p, v in zip(tiled.PARAMS, chosen.values, strict=True)}
+        if chosen.kernel == tiled.WGMMA_FP8_TILED.name:
+            return chosen.config(tiled.WGMMA_FP8_TILED)
     return tiled.WGMMA_FP8_TILED.configure(target, problem)
 
 
@@ -138,10 +160,16 @@ def _configure_bf16(target: Target, problem: LinearProblem) -> Config:
     M, N, K = problem.M, problem.N, problem.K
     if M > bf16.MOST_OWN_M:
         return bf16.cheapest_of_many(target, Sizes(M, N, K))[1]
-    chosen = _chosen(target, problem)
-    if chosen.of_fp8:
-        chosen = best(target, M, N, K, True)
-    return {p.name: v for p, v in zip(BF16_PARAMS, chosen.values, strict=True)}
+    chosen = _best_of(bf16.WGMMA_BF16, target, problem)
+    assert chosen is not None  # each menu has its largest tile
+    return chosen.config(bf16.WGMMA_BF16)
+
+
+def _configure_f16(target: Target, problem: LinearProblem) -> Config:
+    chosen = _best_of(f16.WGMMA_F16_TILED, target, problem)
+    if chosen is None:
+        return f16.WGMMA_F16_TILED.configure(target, problem)
+    return chosen.config(f16.WGMMA_F16_TILED)
 
 
 def _tiled_candidates(target: Target, problem: LinearProblem) -> list[Config]:
@@ -156,11 +184,24 @@ def _bf16_candidates(target: Target, problem: LinearProblem) -> list[Config]:
     return [chosen, *bf16.others_of(target, problem, chosen)]
 
 
+def _f16_candidates(target: Target, problem: LinearProblem) -> list[Config]:
+    chosen = _configure_f16(target, problem)
+    return [chosen, *f16.others_of(target, problem, chosen)]
+
+
+def _f16_yields(target: Target, problem: LinearProblem) -> str | None:
+    within = problem.M <= f16.MOST_OWN_M
+    if within and _chosen(target, problem).kernel == f16.WGMMA_F16_TILED.name:
+        return None
+    return f"others multiply M={problem.M} rows in less time"
+
+
 def _tiled_yields(target: Target, problem: LinearProblem) -> str | None:
     M, N, K = problem.M, problem.N, problem.K
     if M <= tiled.MOST_OWN_M:
         chosen = _chosen(target, problem)
-        if chosen.of_fp8 and chosen.cycles < _fp8_cycles(target, M, N, K):
+        of_fp8 = chosen.kernel == tiled.WGMMA_FP8_TILED.name
+        if of_fp8 and chosen.cycles < _fp8_cycles(target, M, N, K):
             return None
     return f"others multiply M={M} rows in less time"
 
@@ -175,7 +216,7 @@ def _fp8_yields(target: Target, problem: LinearProblem) -> str | None:
 
 
 def _others_cycles(target: Target, problem: LinearProblem) -> float:
-    """What wgmma_bf16 and persistent take at least, as their numbers have it."""
+    """What a menu's and persistent take at least, as their numbers have it."""
     sizes = Sizes(problem.M, problem.N, problem.K)
     if problem.M <= bf16.MOST_OWN_M:
         return _chosen(target, problem).cycles - START_OF_BF16
@@ -206,6 +247,12 @@ WGMMA_FP8_TILED = replace(
     configure=_configure_tiled,
     candidates=_tiled_candidates,
     yields=_tiled_yields,
+)
+WGMMA_F16_TILED = replace(
+    f16.WGMMA_F16_TILED,
+    configure=_configure_f16,
+    candidates=_f16_candidates,
+    yields=_f16_yields,
 )
 WGMMA_FP8 = replace(fp8.WGMMA_FP8, yields=_fp8_yields)
 WGMMA_BF16_SWAPPED = replace(swapped.WGMMA_BF16_SWAPPED, yields=_swapped_yields)

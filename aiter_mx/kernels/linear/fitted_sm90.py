@@ -8,7 +8,7 @@ and all others cycles, of which an SM has 1.98 in a nanosecond, unless something
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,12 @@ WGMMA_BF16_PAIRS = WgmmaBf16(
 each that is not a whole tile, and what is ``exchanged`` for each that another computes. These and
 the numbers of ``WgmmaBf16`` are fitted to 11,400 times of 36 weights at 65 to 2,048 rows on an
 H200; of 600 other times, up to 4,096 rows, they are 4 to 7 % off."""
+
+
+WGMMA_F16_SPLITS = replace(WgmmaBf16(), group=260, product=2.37, group_alone=306)
+WGMMA_F16_PAIRS = replace(WGMMA_BF16_PAIRS, group=285, product=2.15)
+"""Of ``wgmma_f16_tiled``, from 540 times of 18 weights at 96 to 768 rows, of which they are 5 to 6
+% off: less to issue beside the products, and more power."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""What a call of each code object of wgmma_bf16 takes that a menu may have, by the model of
-``wgmma_bf16_sm90``: arrays with a row for each, and a column for each number of rows of x."""
+"""What a call of each code object of wgmma_bf16 and wgmma_f16_tiled takes that a menu may have, by
+the model of ``wgmma_bf16_sm90``: arrays with a row for each, and a column for each number of rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from aiter_mx.kernels.linear import wgmma_f16_tiled_sm90 as over_f16
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16
 from aiter_mx.kernels.linear.many_rows_sm90 import Work
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import MOST_PAIRED, PAIR
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import MOST_F16, MOST_PAIRED, PAIR
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
     MANY,
     MILLION,
@@ -35,6 +37,7 @@ class Codes(NamedTuple):
 
     Attributes:
         each: code objects: tiles with parts of K, those of pairs first.
+        f16: whether each is of wgmma_f16_tiled.
         rows: numbers of rows of x.
         pairs: tiles of pairs, in columns.
         pairs_down: how many of each such rows have.
@@ -45,6 +48,7 @@ class Codes(NamedTuple):
     """
 
     each: tuple[tuple[Tile, int], ...]
+    f16: Any
     rows: Any
     pairs: Tile
     pairs_down: Array
@@ -60,10 +64,11 @@ def _columns(tiles: list[Tile]) -> Tile:
     return Tile(*columns)._replace(pairs=tiles[0].pairs, fitted=tiles[0].fitted)
 
 
+_EVERY = [*(tile for tile in every_tile() if tile.tile_m > MOST_F16), *over_f16.every_tile()]
 _PAIRS = [  # narrower ones are seldom faster
-    tile for tile in every_tile() if tile.pairs and tile.tile_n == MOST_PAIRED
+    tile for tile in _EVERY if tile.pairs and tile.tile_n == MOST_PAIRED
 ]
-_ALONE = [tile for tile in every_tile() if not tile.pairs]
+_ALONE = [tile for tile in _EVERY if not tile.pairs]
 LARGE = [tile.tile_m for tile in _PAIRS].index(MANY)
 """Which of the code objects has the tile for more than MOST_OWN_M rows."""
 
@@ -72,8 +77,10 @@ LARGE = [tile.tile_m for tile in _PAIRS].index(MANY)
 def _codes(target: Target, every_rows: tuple[int, ...], splits: tuple[int, ...]) -> Codes:
     rows, pairs, alone = np.array(every_rows, float), _columns(_PAIRS), _columns(_ALONE)
     split: Any = np.array(splits)[:, None, None]
+    each = (*((tile, 1) for tile in _PAIRS), *((t, split) for split in splits for t in _ALONE))
     return Codes(
-        (*((tile, 1) for tile in _PAIRS), *((tile, split) for split in splits for tile in _ALONE)),
+        each,
+        np.array([tile.f16 for tile, _ in each]),
         rows,
         pairs,
         np.ceil(rows / pairs.tile_m),
@@ -99,6 +106,7 @@ def costs_of_codes(
     alone = np.ceil(tiles / of.side_by_side) * part
     costs = np.concatenate((np.minimum.reduce(pairs), alone.reshape(-1, len(rows))))
     costs += expanding(of.rows, K) + START_OF_BF16
+    costs[np.ix_(of.f16, of.rows > over_f16.MOST_OWN_M)] = np.inf
     return of.each, costs
 
 

@@ -95,6 +95,7 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
         "MX_PAIRS": 0,
         "MX_OWN_X": 1,
         "MX_SWAPPED": 0,
+        "MX_F16": 0,
         "MX_HELPERS": _HELPERS[config["tile_m"]],
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,

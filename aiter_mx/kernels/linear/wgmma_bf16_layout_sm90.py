@@ -17,6 +17,7 @@ PARAMS = (
     Param("pairs", tuple(range(67)), "of CTAs that stay and share all tiles, or 0"),
 )
 
+MOST_F16 = 128  # tokens of a tile of wgmma_f16_tiled: those of more multiply for longer anyway
 FEW = 64  # tokens of a tile of which two CTAs fit an SM; such tiles are for one order of addition
 PAIR = 2  # CTAs of a cluster
 MOST_TOKENS = {64: 288, 128: 288, 192: 128}  # of a tile, by its features: registers for sums

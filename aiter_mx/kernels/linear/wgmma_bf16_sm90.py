@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
@@ -68,6 +68,7 @@ _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
 MANY = 256  # tokens of a tile beyond MOST_OWN_M rows, and of one in every menu
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # of a menu: beyond, models of it and persistent are asked
+
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 MILLION = 1e6
@@ -93,6 +94,7 @@ class Tile(NamedTuple):
 
     Attributes:
         tile_m, tile_n: tokens and features.
+        f16: whether it is of ``wgmma_f16_tiled``.
         pairs: whether it is of CTAs of which two share x.
         computed: cycles to compute 64 k of it, to the power ``together``.
         of_w, of_x: to copy w and x of them.
@@ -103,6 +105,7 @@ class Tile(NamedTuple):
 
     tile_m: int
     tile_n: int
+    f16: bool
     pairs: bool
     computed: float
     of_w: float
@@ -123,22 +126,19 @@ class Tile(NamedTuple):
         return cycles
 
 
-@cache
-def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
+def tiles_of(
+    tiles_m: tuple[int, ...], splits: WgmmaBf16, pairs: WgmmaBf16, f16: bool = False
+) -> tuple[Tile, ...]:
+    """Those of so many tokens that fit, whose times these numbers say."""
     return tuple(
-        _tile(tile_m, tile_n, of, of is pairs)
-        for tile_m, tile_n in product(_TILES_M, PARAMS[1].values)
+        _tile(tile_m, tile_n, of, of is pairs, f16)
+        for tile_m, tile_n in product(tiles_m, PARAMS[1].values)
         if tile_m <= MOST_TOKENS[tile_n]
         for of in ((splits, pairs) if tile_n <= MOST_PAIRED else (splits,))
     )
 
 
-def every_tile() -> tuple[Tile, ...]:
-    """Those that are weighed."""
-    return _tiles_of(FITTED, FITTED_PAIRS)
-
-
-def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
+def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool, f16: bool = False) -> Tile:
     groups = tile_n // GROUP_ROWS
     if groups == 1:
         computed = max(of.group_alone, of.product_alone * tile_m)
@@ -150,7 +150,17 @@ def _tile(tile_m: int, tile_n: int, of: WgmmaBf16, pairs: bool) -> Tile:
     sums = tile_m * tile_n * 4
     itself = of.tile + sums / of.stored
     power = computed**of.together
-    return Tile(tile_m, tile_n, pairs, power, of_w, of_x, itself, sums, of)
+    return Tile(tile_m, tile_n, f16, pairs, power, of_w, of_x, itself, sums, of)
+
+
+@cache
+def _tiles_of(splits: WgmmaBf16, pairs: WgmmaBf16) -> tuple[Tile, ...]:
+    return tiles_of(_TILES_M, splits, pairs)
+
+
+def every_tile() -> tuple[Tile, ...]:
+    """Those that are weighed."""
+    return _tiles_of(FITTED, FITTED_PAIRS)
 
 
 def expanding(rows: int, K: int) -> float:
@@ -174,7 +184,14 @@ def costs_of(
 
 
 def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
-    for tile in every_tile():
+    return costs_of_tiles(target, problem, every_tile())
+
+
+def costs_of_tiles(
+    target: Target, problem: LinearProblem | Sizes, tiles: Iterable[Tile]
+) -> Iterator[Costed]:
+    """Likewise of each of some, with all that it may come with."""
+    for tile in tiles:
         for split in PARAMS[2].values[:1] if tile.pairs else PARAMS[2].values:
             yield from costs_of(target, problem, tile, split)
 
@@ -252,6 +269,7 @@ def defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[s
         "MX_PAIRS": int(config["pairs"] > 0),
         "MX_OWN_X": 0,
         "MX_SWAPPED": 0,
+        "MX_F16": 0,
         "MX_HELPERS": 1,
         "MX_X_STAGES": found.x_stages,
         "MX_W_STAGES": found.w_stages,
@@ -276,45 +294,55 @@ def schedule(target: Target, problem: LinearProblem, config: Config) -> tuple[in
     return found.rounds, found.part, found.parts_with_one_more
 
 
-def _scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
+def scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
     return *matrix_scalars(problem), *schedule(target, problem, config)
 
 
-def _weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
+def weights(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
     return w_map(problem, config["tile_n"])
 
 
 def _units(problem: LinearProblem, config: Config) -> int:
     """Of x, in all tiles of tokens, each of which a CTA of the launch ahead expands."""
-    return -(-problem.M // config["tile_m"]) * -(-problem.K // UNIT)
+    return tiles_down(problem, config) * -(-problem.K // UNIT)
 
 
-def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
+def tiles_down(problem: LinearProblem, config: Config) -> int:
+    """Tiles of tokens."""
+    return -(-problem.M // config["tile_m"])
+
+
+def workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> int:
     """See ``XWorkspace`` in csrc/linear/wgmma_bf16_x_sm90.h."""
+    return bytes_with_flags(target, problem, config, _units(problem, config))
+
+
+def bytes_with_flags(target: Target, problem: LinearProblem, config: Config, flags: int) -> int:
+    """Likewise with so many words of flags."""
     units, tile_m = _units(problem, config), config["tile_m"]
     found = _layout(target, problem, config)
     parts = 2 * config["pairs"] if found.part or found.parts_with_one_more else 0
     kept = problem.M * problem.K // BLOCK * (BLOCK + 1) if problem.x_dtype != "e4m3" else 0
     return (
         4 * _COUNTERS
-        + up(4 * units, 1024)
+        + up(4 * flags, 1024)
         + units * tile_m * UNIT * 2
         + up(kept, 1024)
         + parts * PAIR * tile_m * config["tile_n"] * 4
     )
 
 
-def _parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
+def parts(target: Target, problem: LinearProblem, config: Config) -> Parts:
     """None for x that the launch ahead quantises."""
     room = 2 * problem.M * problem.K + _MOST_BEYOND_X
     if problem.x_dtype == "e4m3" or layout(target, problem, config) is None:
         return ()
-    if _workspace_bytes(target, problem, config) <= room:
+    if workspace_bytes(target, problem, config) <= room:
         return ()
     return quantised_meanwhile(target, problem, config)
 
 
-def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
+def x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
     return {"MX_X": X_CODES[problem.x_dtype]}
 
 
@@ -331,9 +359,9 @@ def x_geometry(target: Target, problem: LinearProblem, config: Config) -> Geomet
 
 SCHEDULE = ("rounds", "part", "parts_with_one_more")
 """Scalars, see ``Layout``."""
-_POINTERS = (*POINTERS, Arg("workspace", "pointer", "rw"))
+WITH_WORKSPACE = (*POINTERS, Arg("workspace", "pointer", "rw"))
 ARGS = (
-    *_POINTERS,
+    *WITH_WORKSPACE,
     *numbers("i64", "M", "N", "K"),
     Arg("bias_kind", "i32"),
     *numbers("i32", *SCHEDULE),
@@ -341,8 +369,8 @@ ARGS = (
 EXPAND_X = Module(
     {"sm_90a": "linear/wgmma_bf16_x_sm90.cu"},
     "aiter_mx_linear_wgmma_bf16_x",
-    (*_POINTERS, *numbers("i64", "M", "K"), *numbers("i32", "tile_tokens", "swapped")),
-    _x_defines,
+    (*WITH_WORKSPACE, *numbers("i64", "M", "K"), *numbers("i32", "tile_tokens", "swapped")),
+    x_defines,
     x_geometry,
     _x_scalars,
 )
@@ -355,12 +383,12 @@ WGMMA_BF16 = declare(
     args=ARGS,
     defines=defines,
     geometry=geometry,
-    scalars=_scalars,
-    tensor_maps=(_weights,),
+    scalars=scalars,
+    tensor_maps=(weights,),
     before=(EXPAND_X,),
-    workspace_bytes=_workspace_bytes,
+    workspace_bytes=workspace_bytes,
     refusal=_refusal,
     params=PARAMS,
     search=_search,
-    composed=replace(QUANTISED_MEANWHILE, parts=_parts),
+    composed=replace(QUANTISED_MEANWHILE, parts=parts),
 )

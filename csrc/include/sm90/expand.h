@@ -6,6 +6,7 @@
 
 #include "common/scale.h"
 #include "common/target.h"
+#include "sm90/convert.h"
 
 namespace mx {
 
@@ -18,25 +19,25 @@ MX_DEVICE unsigned select_bits(unsigned mask, unsigned a, unsigned b) {
     return chosen;
 }
 
+// A half of a word in both halves.
+template <int Half>
+MX_DEVICE unsigned twice_half(unsigned word) {
+    unsigned twice;
+    if constexpr (Half == 0)
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}"
+            : "=r"(twice)
+            : "r"(word));
+    else
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}"
+            : "=r"(twice)
+            : "r"(word));
+    return twice;
+}
+
 // Both halves of a times the low half of b, or the high one.
 template <int Half>
 MX_DEVICE unsigned multiply_by_half(unsigned a, unsigned b) {
-    unsigned product;
-    if constexpr (Half == 0)
-        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "mov.b32 twice, {low, low};\n"
-            "mul.rn.bf16x2 %0, %1, twice;\n}"
-            : "=r"(product)
-            : "r"(a), "r"(b));
-    else
-        asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\n"
-            "mov.b32 {low, high}, %2;\n"
-            "mov.b32 twice, {high, high};\n"
-            "mul.rn.bf16x2 %0, %1, twice;\n}"
-            : "=r"(product)
-            : "r"(a), "r"(b));
-    return product;
+    return multiply_pair(a, twice_half<Half>(b));
 }
 
 // The factors of two scales, in the halves of a word. A factor makes a weight's bits at the place

@@ -12,6 +12,7 @@ from op_tests.linear.subjects.wgmma_bf16_sm90 import (
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,
     WGMMA_F16,
+    WGMMA_F16_TILED,
 )
 from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8, WGMMA_FP8_TILED
 
@@ -42,6 +43,7 @@ SUBJECTS = (
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,
     WGMMA_F16,
+    WGMMA_F16_TILED,
     TORCH,
 )
 

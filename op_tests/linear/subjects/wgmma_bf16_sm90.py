@@ -1,10 +1,17 @@
-"""Subjects on Hopper whose wgmma multiplies 16 bits: ``wgmma_bf16`` of several forms, and
-``wgmma_f16``."""
+"""Subjects on Hopper whose wgmma multiplies 16 bits: ``wgmma_bf16`` of several forms,
+``wgmma_f16_tiled`` and ``wgmma_f16``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import FEW
+from aiter_mx.kernels.linear.wgmma_f16_tiled_sm90 import (
+    WGMMA_F16_TILED as WGMMA_F16_TILED_KERNEL,
+)
 from op_tests.conformance import alone
-from op_tests.linear.subjects.subject import Subject, cases
+from op_tests.linear.subjects.subject import Case, Subject, cases
 
 _BF16 = ("tile_m", "tile_n", "split", "pairs")
 
@@ -120,6 +127,21 @@ WGMMA_BF16 = Subject(
     repeats=[(M, 2304, 6144, None) for M in (65, 200, 512, 2048)],
     chained=(65, 200),
     beyond_4_gib=[(65, 6176)],
+)
+
+
+def _of_f16(of_bf16: Sequence[Case]) -> list[Case]:
+    """Those of wgmma_bf16's that wgmma_f16_tiled has tiles for."""
+    legal = WGMMA_F16_TILED_KERNEL.params[0].values
+    return [c for c in of_bf16 if c.M > FEW and (c.config is None or c.config["tile_m"] in legal)]
+
+
+WGMMA_F16_TILED_CASES = _of_f16(WGMMA_BF16_CASES)
+WGMMA_F16_TILED = replace(
+    WGMMA_BF16,
+    name="wgmma_f16_tiled",
+    groups=alone([*WGMMA_F16_TILED_CASES, *_of_f16(_WGMMA_BF16_OWN)]),
+    few=_of_f16(WGMMA_BF16_SMALL),
 )
 
 # As many tiles as pairs, fewer, more and many more, of whole and cut features, of an odd number of
