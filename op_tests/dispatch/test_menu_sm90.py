@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.linear import LinearProblem, wgmma_fp8_tiled_sm90
+from aiter_mx.kernels.linear import LinearProblem, wgmma_f16_tiled_sm90, wgmma_fp8_tiled_sm90
 from aiter_mx.kernels.linear.choice_sm90 import Code, _fewest, best, menu
 from aiter_mx.kernels.linear.problem import Sizes
 from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import costs_of_codes
+from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
 
@@ -61,6 +62,15 @@ def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:
             kernels.add(taken.kernel)
             assert taken.kernel != "wgmma_bf16" or taken.config["tile_m"] in large
     assert "wgmma_bf16" in kernels
+
+
+@pytest.mark.parametrize(("N", "K"), [(8192, 8192), (16384, 4096), (2304, 6144)])
+def test_more_rows_than_menus_have_over_fp16_take_what_its_own_model_says(N: int, K: int) -> None:
+    kernel = find_kernel("linear", "sm_90a", "hip", "wgmma_f16_tiled")
+    for M in (1025, 4096):
+        problem = LinearProblem(M, N, K)
+        own = wgmma_f16_tiled_sm90.WGMMA_F16_TILED.configure(TARGET, problem)
+        assert kernel.configure(TARGET, problem) == own == kernel.candidates(TARGET, problem)[0]
 
 
 @pytest.mark.parametrize(("N", "K"), WEIGHTS)

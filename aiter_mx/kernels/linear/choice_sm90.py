@@ -166,10 +166,11 @@ def _configure_bf16(target: Target, problem: LinearProblem) -> Config:
 
 
 def _configure_f16(target: Target, problem: LinearProblem) -> Config:
-    chosen = _best_of(f16.WGMMA_F16_TILED, target, problem)
-    if chosen is None:
-        return f16.WGMMA_F16_TILED.configure(target, problem)
-    return chosen.config(f16.WGMMA_F16_TILED)
+    if problem.M <= f16.MOST_OWN_M:
+        chosen = _best_of(f16.WGMMA_F16_TILED, target, problem)
+        if chosen is not None:
+            return chosen.config(f16.WGMMA_F16_TILED)
+    return f16.WGMMA_F16_TILED.configure(target, problem)
 
 
 def _tiled_candidates(target: Target, problem: LinearProblem) -> list[Config]:
@@ -212,7 +213,7 @@ def _fp8_yields(target: Target, problem: LinearProblem) -> str | None:
         return fp8.WGMMA_FP8.yields(target, problem)
     if _fp8_cycles(target, M, N, K) <= _chosen(target, problem).cycles:
         return None
-    return "wgmma_fp8 adds for longer than wgmma_bf16 launches x ahead and multiplies"
+    return f"others multiply M={M} rows in less time"
 
 
 def _others_cycles(target: Target, problem: LinearProblem) -> float:
