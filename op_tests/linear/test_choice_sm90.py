@@ -69,6 +69,15 @@ def kernel_of(name: str) -> KernelSpec:
             ],
         ),
         (
+            "wgmma_f16_tiled",
+            LinearProblem(65, 8, 32),
+            [
+                (LinearProblem(64, 8, 128), "not above 64"),
+                (LinearProblem(1 << 24, 8, 32), "counts its threads in 32 bits"),
+                (LinearProblem(65, 1 << 31, 128), "31 bits"),
+            ],
+        ),
+        (
             "wgmma_bf16_few",
             LinearProblem(32, 8, 128),
             [

@@ -24,6 +24,7 @@ from aiter_mx.target import Target
 _TOKENS = tuple(tokens for tokens in ALL_PARAMS[0].values if FEW < tokens <= MOST_F16)
 PARAMS = (Param("tile_m", _TOKENS, "tokens of a tile"), *ALL_PARAMS[1:])
 MOST_OWN_M = 1024  # beyond, expanding x takes longer than what is gained
+_MOST_M = 1 << 23  # the launch ahead has 256 threads for each, and counts them in 32 bits
 _PARTS = 8  # of K: CTAs of a cluster of the launch ahead, see ``XWorkspace``
 FITTED, FITTED_PAIRS = WGMMA_F16_SPLITS, WGMMA_F16_PAIRS
 
@@ -63,6 +64,8 @@ def _workspace_bytes(target: Target, problem: LinearProblem, config: Config) -> 
 def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if problem.M <= FEW:
         return f"M={problem.M} is not above {FEW}: the other kernels have tiles of so few rows"
+    if problem.M > _MOST_M:
+        return f"M={problem.M} is above {_MOST_M}: the launch ahead counts its threads in 32 bits"
     return over_bf16.WGMMA_BF16.refusal(target, problem)
 
 
