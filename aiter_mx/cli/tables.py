@@ -34,7 +34,7 @@ def check(
 
     With --build what the rows name is compiled. A shipped table that configs/digests.json does not
     know as it stands is an error: dispatch would check it in every process. --record writes it
-    there.
+    there, and drops runs that no row of its folder's tables names any more.
 
     Variants for an architecture without a compiler here are not compiled, which is said. Rows that
     were tuned with other sources than those here are counted, and with --build those of them whose
@@ -45,6 +45,7 @@ def check(
     from aiter_mx.tuning.builds import build_each
     from aiter_mx.tuning.check import CheckedTable, age_of, check_table
     from aiter_mx.tuning.digests import is_unrecorded, record_digest
+    from aiter_mx.tuning.table import drop_unnamed_runs
 
     console = make_console()
     wrong: list[str] = []
@@ -61,6 +62,7 @@ def check(
         checked.append(table)
         if record:
             record_digest(path)
+            drop_unnamed_runs(path.parent)
         elif is_unrecorded(path):
             wrong.append(f"{path} is not what digests.json has: aiter-mx tables check --record")
         requests.update(table.requests)

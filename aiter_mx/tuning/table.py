@@ -234,6 +234,26 @@ def _add_runs(path: Path, named: pd.DataFrame) -> None:
             os.close(handle)
 
 
+def drop_unnamed_runs(folder: Path) -> None:
+    """Take runs that no row names any more out of a folder's file.
+
+    A sweep adds its run ahead of the rows that name it, so all stay while a journal is there.
+
+    Raises:
+        TableError: a file cannot be read.
+    """
+    if any(folder.glob("*.journal")):
+        return
+    provenance, runs_name = SIDE_FILES
+    named: set[str] = set()
+    for path in folder.glob(f"*.{provenance}"):
+        named.update(read_csv(path).get("run", ()))
+    runs = read_csv(folder / runs_name)
+    kept = runs[runs["run"].isin(named)] if "run" in runs else runs
+    if len(kept) < len(runs):
+        write_csv(folder / runs_name, kept)
+
+
 def order_of(op: str, row: Mapping[str, str]) -> tuple[object, ...]:
     """Where a row stands in a table.
 

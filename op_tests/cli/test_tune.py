@@ -237,6 +237,31 @@ def test_a_broken_provenance_is_named_and_an_older_one_read(command, tmp_path) -
     assert (row["spread"], row["build"]) == ("0.02", "0a")
 
 
+def test_recording_a_table_drops_runs_that_no_row_of_its_folder_names(command, tmp_path) -> None:
+    table, runs = tmp_path / "linear.csv", tmp_path / "runs.csv"
+    table.write_text(f"{HEADER}\n{LINE}\n")
+    header = "gfx,cu_num,op,M,N,K,out_dtype,spread,build,code,run"
+    side_files(table)[0].write_text(f"{header}\ngfx950,256,linear,4,96,64,bf16,,0a,0b,r2\n")
+    other = side_files(tmp_path / "moe_gemm.csv")[0]
+    other.write_text("gfx,run\ngfx950,r3\n")
+    lines = ["run,date,commit,versions"]
+    lines += [f"r{n},2026-11-2{n},abc,aiter-mx=0.1.0 torch=2.13.0" for n in (1, 2, 3, 4)]
+    runs.write_text("".join(f"{line}\n" for line in lines))
+    (tmp_path / "moe_gemm.csv.journal").mkdir()  # of a sweep that may have rows of r4 yet to write
+    for wanted in (("--no-record",), ("--record",)):
+        assert command("tables", "check", *wanted, table)[0] == 0
+        assert runs.read_text().splitlines() == lines
+    (tmp_path / "moe_gemm.csv.journal").rmdir()
+    assert command("tables", "check", table)[0] == 0
+    assert runs.read_text().splitlines() == lines
+    for _ in range(2):
+        assert command("tables", "check", "--record", table)[0] == 0
+        assert runs.read_text().splitlines() == [lines[0], lines[2], lines[3]]
+    runs.unlink()
+    assert command("tables", "check", "--record", table)[0] == 0
+    assert not runs.exists()
+
+
 def test_a_folder_of_tables_holds_their_provenance_too(command, tmp_path, monkeypatch) -> None:
     tune = ("tune", "linear", *SHAPE, "--arch", "gfx950", "--most", 1)
     command(*tune, "--table", tmp_path / "linear.csv")
