@@ -40,9 +40,10 @@
 // Scales that bf16 does not cover are noted, and the outputs that they reach are computed again by
 // fp32 arithmetic after the others are stored.
 //
-// To 128 tokens making bf16 of w takes as long as multiplying. There both may be fp16 instead
-// (MX_F16), which takes half of the instructions but covers fewer scales: relative to each row's
-// reference, sm90/f16_relative.h, which the row's sums are multiplied with at the end.
+// To 128 tokens both may be fp16 in place of bf16 (MX_F16). Making it of w takes half of the
+// instructions, which such tiles wait for, but it covers fewer scales: relative to each row's
+// reference, sm90/f16_relative.h, which the row's sums are multiplied with at the end. What is said
+// of scales that bf16 does not cover holds for fp16, then.
 
 #define MX_CLUSTER (MX_PAIRS ? 2 : MX_SPLIT)
 

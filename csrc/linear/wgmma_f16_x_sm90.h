@@ -112,8 +112,8 @@ extern "C" __global__ void MX_CLUSTER_DIMS __maxnreg__(kQuantises ? 96 : 64)
     const int rank = blockIdx.x % kParts, lane = threadIdx.x % kLanes;
     const int warp = threadIdx.x / kLanes;
     const int token = lane / 2 % 8, step = lane / 16 * 2 + lane % 2;
-    const long octet = blockIdx.x / kParts * kTokens, own = octet + token;
-    const long tile = octet / tile_tokens;
+    const long first_token = blockIdx.x / kParts * kTokens, own = first_token + token;
+    const long tile = first_token / tile_tokens;
     const int units = to.units(), part = (units + kParts - 1) / kParts;
     const Lane of{to, x, xs, own, M, K, step, rank * part + warp, min((rank + 1) * part, units)};
 
@@ -146,7 +146,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __maxnreg__(kQuantises ? 96 : 64)
     } else {
         load_some(of.first);
         const unsigned of_row =
-            largest_of_row(xs + min(octet + warp, M - 1) * (K / kBlock), K / kBlock, lane);
+            largest_of_row(xs + min(first_token + warp, M - 1) * (K / kBlock), K / kBlock, lane);
         if (lane == 0)
             of_tokens[warp] = of_row;
         group_barrier();
@@ -173,7 +173,7 @@ extern "C" __global__ void MX_CLUSTER_DIMS __maxnreg__(kQuantises ? 96 : 64)
             for (int j = 0; j < 4; ++j)
                 e4m3x4_to_f16<0>(payload[j], factors, one.words[j], other.words[j]);
             unsigned char* const place =
-                to.unit(tile, unit) + octet % tile_tokens * 128 + step * 256 + token * 16;
+                to.unit(tile, unit) + first_token % tile_tokens * 128 + step * 256 + token * 16;
             store_vector(place, one);
             store_vector(place + 128, other);
         }

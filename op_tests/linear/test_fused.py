@@ -161,6 +161,22 @@ def test_the_result_is_that_of_quantising_first(
             assert_close_to_reference(fused, *quantised, *w)
 
 
+@pytest.mark.gpu
+@pytest.mark.sanitized
+@pytest.mark.parametrize("x_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("M", "K"), [(70, 33312), (129, 16416)])
+def test_a_cluster_quantises_more_units_than_its_warps_have_at_once(
+    M: int, K: int, x_dtype: str
+) -> None:
+    device = torch.device("cuda")
+    for config in (wgmma_bf16_config(96, 64, 0), wgmma_bf16_config(128, 128, 1)):
+        x, w = activations(M, K, DTYPES[x_dtype], M, 8), weights(130, K, M)
+        fused = launch(device, WGMMA_F16_TILED, config, (x, None), w, "fp32")
+        quantised = aiter_mx.quantize(x)
+        assert_same_bits(fused, launch(device, WGMMA_F16_TILED, config, quantised, w, "fp32"))
+        assert_close_to_reference(fused, *quantised, *w)
+
+
 # M, N, K, then split, row_groups, k_groups, depth and per_sm: w as A and x as A, parts of K that
 # differ, chunks of an odd number, K that ends within one, more workgroups than one on an SM.
 FP8_CASES = [
