@@ -4,9 +4,10 @@
 
 Both sides of the pull request's balanced cells are traced in one simulator; scales are row-major,
 and the launch that shuffles them for the pull request's kernels counts. Traces of most of its
-forward products and of one of each gradient are among those that judge the model (judges.xz); the
-other cells are run where there is a checkout of its branch (``refs/pull/330/head`` of
-AMD-AGI/Primus-Turbo). Uneven groups are ours alone, beside our own time of even ones. The result is
+forward products and of one of each gradient are among those that judge the model (judges.xz), of
+one workgroup a launch; the other cells are run where there is a checkout of its branch
+(``refs/pull/330/head`` of AMD-AGI/Primus-Turbo), six workgroups of each launch. Uneven groups are
+ours alone, beside our own time of even ones. The result is
 docs/measured/gfx950_simulated/grouped_side_by_side.csv.
 """
 
@@ -123,7 +124,8 @@ def theirs(published: Pr330, cell: Cell) -> list[Traced]:
     else:
         N, K = (cell.N, cell.K) if cell.what == "forward" else (cell.K, cell.N)
         run = published.product(cell.sizes(), N, K)
-    found = samples(run, False, 0, 0)
+    # Workgroups all over the launch, as for an expert layer: some take more tiles than others.
+    found = samples(run, True, 0, 0)
     return [Traced(SplitTrace(each.trace), each.groups, each.resident) for each in found]
 
 
