@@ -190,11 +190,15 @@ def _f16_candidates(target: Target, problem: LinearProblem) -> list[Config]:
     return [chosen, *f16.others_of(target, problem, chosen)]
 
 
+def _others_take_less(problem: LinearProblem) -> str:
+    return f"others multiply M={problem.M} rows in less time"
+
+
 def _f16_yields(target: Target, problem: LinearProblem) -> str | None:
     within = problem.M <= f16.MOST_OWN_M
     if within and _chosen(target, problem).kernel == f16.WGMMA_F16_TILED.name:
         return None
-    return f"others multiply M={problem.M} rows in less time"
+    return _others_take_less(problem)
 
 
 def _tiled_yields(target: Target, problem: LinearProblem) -> str | None:
@@ -204,7 +208,7 @@ def _tiled_yields(target: Target, problem: LinearProblem) -> str | None:
         of_fp8 = chosen.kernel == tiled.WGMMA_FP8_TILED.name
         if of_fp8 and chosen.cycles < _fp8_cycles(target, M, N, K):
             return None
-    return f"others multiply M={M} rows in less time"
+    return _others_take_less(problem)
 
 
 def _fp8_yields(target: Target, problem: LinearProblem) -> str | None:
@@ -213,7 +217,7 @@ def _fp8_yields(target: Target, problem: LinearProblem) -> str | None:
         return fp8.WGMMA_FP8.yields(target, problem)
     if _fp8_cycles(target, M, N, K) <= _chosen(target, problem).cycles:
         return None
-    return f"others multiply M={M} rows in less time"
+    return _others_take_less(problem)
 
 
 def _others_cycles(target: Target, problem: LinearProblem) -> float:

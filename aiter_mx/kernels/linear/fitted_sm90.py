@@ -262,8 +262,9 @@ H200; of 600 other times, up to 4,096 rows, they are 4 to 7 % off."""
 
 WGMMA_F16_SPLITS = replace(WgmmaBf16(), group=260, product=2.37, group_alone=306)
 WGMMA_F16_PAIRS = replace(WGMMA_BF16_PAIRS, group=285, product=2.15)
-"""Of ``wgmma_f16_tiled``, from 540 times of 18 weights at 96 to 768 rows, of which they are 5 to 6
-% off: less to issue beside the products, and more power."""
+"""Of ``wgmma_f16_tiled``: less to issue beside the products, and more power. They are fitted to 540
+times of 18 weights at 96 to 768 rows on an H200, of which they were 5 to 6 % off; those of clusters
+are then 4 % less, as much as tiles over bf16 took longer in that run than modelled."""
 
 
 @dataclass(frozen=True)

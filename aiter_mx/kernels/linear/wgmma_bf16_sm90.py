@@ -68,7 +68,6 @@ _TILES_M = tuple(tokens for tokens in PARAMS[0].values if tokens > FEW)
 MANY = 256  # tokens of a tile beyond MOST_OWN_M rows, and of one in every menu
 _COUNTERS = 1024  # of parts of tiles that have ended, see ``XWorkspace``
 MOST_OWN_M = 4096  # of a menu: beyond, models of it and persistent are asked
-
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 FITTED, FITTED_PAIRS = WgmmaBf16(), WGMMA_BF16_PAIRS
 MILLION = 1e6
