@@ -44,9 +44,8 @@ def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
 
 @pytest.mark.parametrize(("N", "K"), [(16384, 8192), (10240, 8192)])
 def test_a_row_more_than_a_tile_of_256_takes_no_second_one(N: int, K: int) -> None:
-    """Nor two tiles of more than 288 tokens together."""
-    tile_m = route("linear", TARGET, LinearProblem(257, N, K)).config["tile_m"]
-    assert tile_m * -(-257 // tile_m) <= 288
+    config = route("linear", TARGET, LinearProblem(257, N, K)).config
+    assert config["tile_m"] in (272, 288)
 
 
 def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:

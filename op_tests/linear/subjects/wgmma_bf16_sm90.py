@@ -137,14 +137,14 @@ def _of_f16(of_bf16: Sequence[Case]) -> list[Case]:
 
 
 # So long that a warp of the launch ahead has more than the four units that it loads at once.
-WGMMA_F16_TILED_CASES = [
+_WGMMA_F16_TILED_CASES = [
     *_of_f16(WGMMA_BF16_CASES),
     *cases(_BF16, "66 130 33312  96 64 1 0\n 130 300 33312  128 128 1 7"),
 ]
 WGMMA_F16_TILED = replace(
     WGMMA_BF16,
     name="wgmma_f16_tiled",
-    groups=alone([*WGMMA_F16_TILED_CASES, *_of_f16(_WGMMA_BF16_OWN)]),
+    groups=alone([*_WGMMA_F16_TILED_CASES, *_of_f16(_WGMMA_BF16_OWN)]),
     few=_of_f16(WGMMA_BF16_SMALL),
 )
 
