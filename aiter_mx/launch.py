@@ -126,7 +126,8 @@ def bind(spec: KernelSpec, target: Target, problem: Problem, config: Config, dev
         device: torch's number of the GPU; 0 for the simulator.
     """
     workspace_bytes = spec.workspace_bytes(target, problem, config)
-    runs = [bind_module(spec, module, target, problem, config, device) for module in spec.modules]
+    launches = spec.launches(target, problem, config)
+    runs = [bind_module(spec, module, target, problem, config, device) for module in launches]
     words = spec.counters(target, problem, config)
     pointers = _module_of(spec).pointers
     nulls = [None] * sum(arg.access == "null" for arg in pointers)

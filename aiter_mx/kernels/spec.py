@@ -251,6 +251,8 @@ class KernelSpec:
         modules: for backend ``hip``, what is built and launched on one stream, in order: the
             kernel is the last, passes that prepare its operands are ahead of it. All take the same
             pointers.
+        in_turn: what is launched in place of ``modules`` where they are launched several times,
+            with other arguments each time: the same code objects.
         workspace_bytes: memory that the launches share and that lasts for one call, or 0; where it
             is not, they have one more pointer, the last. It may hold anything at first.
         counters: words of 32 bits that are zero when a launch begins, and that it leaves zero;
@@ -273,6 +275,7 @@ class KernelSpec:
     configure: Callable[[Target, Problem], Config]
     candidates: Callable[[Target, Problem], Sequence[Config]]
     modules: tuple[Module, ...] = ()
+    in_turn: Callable[[Target, Problem, Config], tuple[Module, ...]] | None = None
     workspace_bytes: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     counters: Callable[[Target, Problem, Config], int] = lambda target, problem, config: 0
     runner: str = ""
@@ -285,6 +288,10 @@ class KernelSpec:
     def module(self) -> Module | None:
         """The kernel's own launch, without those ahead of it; None where others build it."""
         return self.modules[-1] if self.modules else None
+
+    def launches(self, target: Target, problem: Problem, config: Config) -> tuple[Module, ...]:
+        """All launches for a problem, in their order."""
+        return self.modules if self.in_turn is None else self.in_turn(target, problem, config)
 
     def parts(self, target: Target, problem: Problem, config: Config) -> Parts:
         """What is solved in place of a problem, as ``Composition`` says; none where it is alone."""

@@ -50,6 +50,7 @@
 #include "common/epilogue.h"
 #include "common/scale.h"
 #include "common/target.h"
+#include "shares_sm90.h"
 #include "sm90/cluster.h"
 #include "sm90/convert.h"
 #include "sm90/exact.h"
@@ -144,24 +145,11 @@ constexpr int kSeenAtOnce = kOwnX || kF16 ? 8 : 16;
 constexpr unsigned kOutside = 0x10000; // added to the count of ended parts
 constexpr int kConsumersBarrier = 1 + kGroups;
 
-// What a CTA computes. With pairs: so many whole tiles, one in each round of all clusters, then its
-// share of the chunks of the tiles that are left.
-struct Segment {
-    int tile, first_chunk, chunks; // of K
-};
-struct Schedule {
-    int cluster, clusters, rank, chunks, rounds; // rank: among those that share K
-    int part, parts_with_one_more;               // chunks of a cluster's share
-    int tiles;                                   // of clusters that add up parts of K in turn
+// What a CTA computes.
+struct Schedule : Shares {
+    int rank;  // among those that share K
+    int tiles; // of clusters that add up parts of K in turn
 
-    MX_MEMBER int share_begin(int cluster) const {
-        return cluster * part + min(cluster, parts_with_one_more);
-    }
-    // The cluster whose share has this chunk.
-    MX_MEMBER int sharer(int chunk) const {
-        const int longer = parts_with_one_more * (part + 1);
-        return chunk < longer ? chunk / (part + 1) : parts_with_one_more + (chunk - longer) / part;
-    }
     MX_MEMBER int longest_part() const { return (chunks + kParts - 1) / kParts; }
     // k_group: which of the warpgroups that share the CTA's part of K.
     MX_MEMBER bool segment(int i, Segment& s, int k_group = 0) const {
@@ -180,17 +168,7 @@ struct Schedule {
             s = {tile, first, static_cast<int>(chunks * (in_turn + 1) / kInTurn) - first};
             return true;
         }
-        if (i < rounds) {
-            s = {i * clusters + cluster, 0, chunks};
-            return true;
-        }
-        const int begin = share_begin(cluster), end = share_begin(cluster + 1);
-        const int at = i == rounds ? begin : (begin / chunks + i - rounds) * chunks;
-        if (at >= end)
-            return false;
-        s = {rounds * clusters + at / chunks, at % chunks, 0};
-        s.chunks = min(end - at, chunks - s.first_chunk);
-        return true;
+        return shared_segment(i, s);
     }
 };
 
@@ -730,13 +708,6 @@ struct Adder {
     }
 };
 
-// What others wrote before they added to *p is seen from now on.
-MX_DEVICE unsigned load_acquire(const unsigned* p) {
-    unsigned v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-
 // Of a tile's tokens, a lane has that of token `lane` and of every 32nd after it.
 struct TokenReferences {
     unsigned words[(kTokens + kLanes - 1) / kLanes];
@@ -991,7 +962,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
             if (in_turn > 0)
-                add_to(sums, j, load_cluster_16(kept_at(j)));
+                add_four(&sums[4 * j], load_cluster_16(kept_at(j)));
             if (in_turn < kInTurn - 1) {
                 const unsigned four[4] = {
                     float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
@@ -1097,18 +1068,15 @@ struct Consumer {
                  [&] { named_barrier(1 + group, kGroupThreads); });
     }
 
-    // Where a part of a tile leaves its sums, 16 bytes a thread after another: the cluster's first
-    // of two places if the cluster began within the tile, as it may end within another.
+    // Where a part of a tile leaves its sums, 16 bytes a thread after another.
     MX_MEMBER unsigned char* place(int cluster, int tile_begin) const {
-        const int which = t.schedule.share_begin(cluster) > tile_begin ? 0 : 1;
         return t.x.sums() +
-               (((cluster * 2 + which) * kPair + t.member) * kGroups + group) *
+               ((t.schedule.place(cluster, tile_begin) * kPair + t.member) * kGroups + group) *
                    (kGroupRows * kTokens * 4L) +
                thread() * 16;
     }
     MX_MEMBER unsigned* ended_at(const Segment& s) const {
-        const int shared_tile = s.tile - t.schedule.rounds * t.schedule.clusters;
-        return t.x.ended() + (shared_tile * kPair + t.member) * kGroups + group;
+        return t.x.ended() + (t.schedule.shared_tile(s) * kPair + t.member) * kGroups + group;
     }
     // For all of the warpgroup, what its first thread finds.
     MX_MEMBER bool first_finds(bool x) const {
@@ -1118,17 +1086,12 @@ struct Consumer {
     // if all other parts have left theirs: then its own stay in registers.
     MX_MEMBER bool join(float (&sums)[kTokens / 2], const Segment& s, bool& outside) const {
         const Schedule& of = t.schedule;
-        const int begin = (s.tile - of.rounds * of.clusters) * of.chunks;
+        const int begin = of.begin_of(s);
         const int first = of.sharer(begin), last = of.sharer(begin + of.chunks - 1);
         const unsigned others = last - first;
         unsigned ended = ended_before;
         if (!first_finds((ended & kOutside - 1) == others)) {
-            unsigned char* const to = place(of.cluster, begin);
-#pragma unroll
-            for (int j = 0; j < kOctets; ++j)
-                store_vector(to + j * kGroupThreads * 16,
-                             u32x4{float_to_bits(sums[4 * j]), float_to_bits(sums[4 * j + 1]),
-                                   float_to_bits(sums[4 * j + 2]), float_to_bits(sums[4 * j + 3])});
+            leave_part(sums, place(of.cluster, begin), kGroupThreads * 16);
             named_barrier(1 + group, kGroupThreads);
             if (thread() == 0)
                 ended = add_acquire_release(ended_at(s), outside ? kOutside + 1 : 1);
@@ -1140,62 +1103,12 @@ struct Consumer {
         // part before it is added to it as it is, and leaves registers for more at a time.
         constexpr int most = kOctets % 8 == 0 ? 8 : 4;
         constexpr int many = kTokens > 192 && most == 8 ? 4 : most;
+        const auto place_of = [&](int cluster) { return place(cluster, begin); };
         if (of.cluster - first <= 1)
-            add_parts<most, false>(sums, first, last, begin);
+            add_parts<most, false>(sums, first, last, of.cluster, kGroupThreads * 16, place_of);
         else
-            add_parts<many, true>(sums, first, last, begin);
+            add_parts<many, true>(sums, first, last, of.cluster, kGroupThreads * 16, place_of);
         return true;
-    }
-    // Batch: octets of tokens at a time; ManyBefore: whether there are two parts before this one,
-    // or more.
-    template <int Batch, bool ManyBefore>
-    MX_MEMBER void add_parts(float (&sums)[kTokens / 2], int first, int last, int begin) const {
-        const int own = t.schedule.cluster;
-#pragma unroll
-        for (int j = 0; j < kOctets; j += Batch) {
-            float4 before[ManyBefore ? Batch : 1];
-            for (int cluster = first; cluster <= last; ++cluster) {
-                if (cluster == own) {
-                    if constexpr (ManyBefore)
-#pragma unroll
-                        for (int i = 0; i < Batch && j + i < kOctets; ++i)
-                            add_to(sums, j + i, before[i]);
-                    continue;
-                }
-                const unsigned char* const from = place(cluster, begin) + j * kGroupThreads * 16;
-                float4 part[Batch];
-#pragma unroll
-                for (int i = 0; i < Batch && j + i < kOctets; ++i)
-                    part[i] = load_cached(from + i * kGroupThreads * 16);
-#pragma unroll
-                for (int i = 0; i < Batch && j + i < kOctets; ++i)
-                    if (!ManyBefore || cluster > own) {
-                        add_to(sums, j + i, part[i]);
-                    } else if (cluster == first) {
-                        before[i] = part[i];
-                    } else {
-                        before[i].x += part[i].x;
-                        before[i].y += part[i].y;
-                        before[i].z += part[i].z;
-                        before[i].w += part[i].w;
-                    }
-            }
-        }
-    }
-    MX_MEMBER static void add_to(float (&sums)[kTokens / 2], int octet, const float4& part) {
-        sums[4 * octet] += part.x;
-        sums[4 * octet + 1] += part.y;
-        sums[4 * octet + 2] += part.z;
-        sums[4 * octet + 3] += part.w;
-    }
-    // What other CTAs wrote.
-    MX_MEMBER static float4 load_cached(const unsigned char* from) {
-        float4 v;
-        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "l"(from)
-                     : "memory");
-        return v;
     }
 
     MX_MEMBER void run() {
@@ -1300,27 +1213,27 @@ extern "C" __global__ void MX_CLUSTER_DIMS __maxnreg__(kLaunchRegisters)
     const bool quantised = kOwnX || xs != nullptr; // else the launch ahead quantised it
     const long tokens = kSwapped ? N : M, features = kSwapped ? M : N;
     const XWorkspace x{workspace, tokens, K, kTokens, !quantised};
-    const Operands t{
-        kSwapped    ? wq
-        : quantised ? xq
-                    : x.payload(),
-        kSwapped    ? ws
-        : quantised ? xs
-                    : x.scales(),
-        kSwapped ? xq : wq,
-        kSwapped ? xs : ws,
-        bias,
-        y,
-        tokens,
-        features,
-        K,
-        bias_kind,
-        x,
-        {cluster, clusters, kPairs ? 0 : rank, chunks, rounds, part, parts_with_one_more,
-         kInTurn == 1
-             ? 0
-             : static_cast<int>(x.tiles() * ((features + kPair * kRows - 1) / (kPair * kRows)))},
-        kPairs ? rank : 0};
+    const Operands t{kSwapped    ? wq
+                     : quantised ? xq
+                                 : x.payload(),
+                     kSwapped    ? ws
+                     : quantised ? xs
+                                 : x.scales(),
+                     kSwapped ? xq : wq,
+                     kSwapped ? xs : ws,
+                     bias,
+                     y,
+                     tokens,
+                     features,
+                     K,
+                     bias_kind,
+                     x,
+                     {{cluster, clusters, chunks, rounds, part, parts_with_one_more},
+                      kPairs ? 0 : rank,
+                      kInTurn == 1 ? 0
+                                   : static_cast<int>(x.tiles() * ((features + kPair * kRows - 1) /
+                                                                   (kPair * kRows)))},
+                     kPairs ? rank : 0};
     // Told so, ptxas knows that it is the same for all lanes of a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / kLanes, 0);
     const int lane = threadIdx.x % kLanes;

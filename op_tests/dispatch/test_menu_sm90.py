@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from aiter_mx.dispatch.dispatcher import route
-from aiter_mx.kernels.linear import LinearProblem, wgmma_f16_tiled_sm90, wgmma_fp8_tiled_sm90
+from aiter_mx.kernels.linear import (
+    LinearProblem,
+    wgmma_f16_tiled_sm90,
+    wgmma_fp8_rescaled_sm90,
+    wgmma_fp8_tiled_sm90,
+)
 from aiter_mx.kernels.linear.choice_sm90 import Code, _fewest, best, menu
 from aiter_mx.kernels.linear.problem import Sizes
 from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import costs_of_codes
@@ -31,11 +36,19 @@ def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
     assert not (exact and any(code.of_fp8 for code in codes))
     for M in (65, 128, 129, 257, 300, 1025, 2048, 2049, 4096):
         costs = dict(code.cost(TARGET, Sizes(M, N, K)) for code in codes)
+        if not exact and M >= wgmma_fp8_rescaled_sm90.MIN_OWN_M:
+            cycles, config = wgmma_fp8_rescaled_sm90.cheapest(TARGET, Sizes(M, N, K))
+            costs[cycles] = tuple(config.values())
         chosen = best(TARGET, M, N, K, exact)
         assert chosen.cycles == min(costs) and costs[chosen.cycles] == chosen.values
         out_dtype = "fp32" if exact else "bf16"
         taken = route("linear", TARGET, LinearProblem(M, N, K, out_dtype))
-        if taken.kernel in ("wgmma_bf16", "wgmma_f16_tiled", "wgmma_fp8_tiled"):
+        if taken.kernel in (
+            "wgmma_bf16",
+            "wgmma_f16_tiled",
+            "wgmma_fp8_tiled",
+            "wgmma_fp8_rescaled",
+        ):
             assert tuple(taken.config.values()) == chosen.values
             assert taken.kernel == chosen.kernel
         else:
@@ -53,7 +66,7 @@ def test_more_rows_than_4096_take_a_tile_of_every_menu() -> None:
     for N, K in [(14336, 4096), (7168, 2048), (4096, 14336), (3072, 1536), *WEIGHTS]:
         large = {
             t.tile_m
-            for t, _ in filter(None, (c.of_bf16 for c in menu(TARGET, N, K, False)))
+            for t, _ in filter(None, (c.of_bf16 for c in menu(TARGET, N, K, True)))
             if t.pairs
         }
         for M in (4097, 5000, 6000, 7000):
@@ -93,10 +106,10 @@ def test_a_menu_has_the_codes_that_lose_the_least_together() -> None:
     for third in range(3):
         lost[third, 10 * third : 10 * (third + 1)] = 1
     lost[3], lost[4] = 2, 1 + np.arange(30) % 2 * 1e-6
-    assert sorted(_fewest(lost[:4], 30, 1)) == [0, 1, 2]
-    assert sorted(_fewest(lost[:4], 30, 3)) == [0, 1, 2, 3]
-    assert _fewest(lost, 30, 4) == [4]
-    assert _fewest(lost, 30, 3) == [3, 4]
+    assert sorted(_fewest(lost[[1, 0, 2, 3]], 30)) == [1, 2]
+    assert sorted(_fewest(lost[[3, 0, 1, 2]], 30)) == [1, 2, 3]
+    assert _fewest(lost[[4, 0, 1, 2, 3]], 30) == []
+    assert _fewest(lost[[3, 0, 1, 2, 4]], 30) == [4]
 
 
 def test_menus_suit_gpus_of_any_size() -> None:

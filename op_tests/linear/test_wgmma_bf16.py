@@ -85,10 +85,13 @@ def test_it_is_for_65_to_4096_rows_without_a_table(N: int) -> None:
         (8192, 1024, 4096, "wgmma_bf16_swapped"),
     ],
 )
-def test_beyond_4096_rows_is_chosen_what_won_on_an_h200(
+def test_beyond_4096_rows_is_chosen_what_won_on_an_h200_where_sums_are_exact(
     M: int, N: int, K: int, kernel: str
 ) -> None:
-    assert route("linear", TARGET, LinearProblem(M, N, K)).kernel == kernel
+    assert route("linear", TARGET, LinearProblem(M, N, K, "fp32")).kernel == kernel
+    assert (
+        route("linear", replace(TARGET, exact_sums=True), LinearProblem(M, N, K)).kernel == kernel
+    )
 
 
 @pytest.mark.parametrize(("N", "K"), [(301, 416), (2304, 6144), (5120, 1024)])

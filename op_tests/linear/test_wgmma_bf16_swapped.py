@@ -19,10 +19,12 @@ TARGET = hardware("sm_90a")
 def test_it_is_for_many_rows_of_few_features_without_a_table(x_dtype: str) -> None:
     for N, K, taken in ((2112, 7168, True), (1280, 2880, True), (4096, 3584, False)):
         for M in (8192, 32768):
-            problem = LinearProblem(M, N, K, x_dtype=x_dtype)
+            problem = LinearProblem(M, N, K, out_dtype="fp32", x_dtype=x_dtype)
             assert (route("linear", TARGET, problem).kernel == SWAPPED.name) is taken
             biased = route("linear", TARGET, replace(problem, bias="fp32"))
             assert biased.kernel == "persistent"
+            rounded = route("linear", TARGET, replace(problem, out_dtype="bf16"))
+            assert rounded.kernel == "wgmma_fp8_rescaled"
     assert "1024 below 1025" in (SWAPPED.yields(TARGET, LinearProblem(1024, 768, 6144)) or "")
 
 

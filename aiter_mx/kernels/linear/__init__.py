@@ -10,6 +10,7 @@ from aiter_mx.kernels.linear.choice_sm90 import (
     WGMMA_BF16_SWAPPED,
     WGMMA_F16_TILED,
     WGMMA_FP8,
+    WGMMA_FP8_RESCALED,
     WGMMA_FP8_TILED,
 )
 from aiter_mx.kernels.linear.gemv import GEMV
@@ -46,6 +47,7 @@ _FOR_QUANTISED_X = (
     MMA_RING,
     WGMMA_BF16_SWAPPED,
     WGMMA_F16_TILED,
+    WGMMA_FP8_RESCALED,
     _WGMMA_BF16,
     _WGMMA_BF16_FEW,
     PERSISTENT_SPLIT,

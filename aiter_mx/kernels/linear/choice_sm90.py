@@ -1,9 +1,9 @@
 """What Hopper's linear of more than 64 rows is chosen from without a table: a menu of each weight.
 
 ``wgmma_fp8_tiled``, ``wgmma_f16_tiled`` and ``wgmma_bf16`` have tiles for any number of rows, and
-each tile is a code object. Of all together a weight has the few that lose the least by their
-models; a call takes the one that its number of rows takes the least time with, unless ``wgmma_fp8``
-takes less.
+each tile is a code object. Of all together a weight has the few that lose the least by their models
+beside ``wgmma_fp8_rescaled``, which has one; a call takes what its number of rows takes the least
+time with, unless ``wgmma_fp8`` takes less.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 from aiter_mx.kernels.linear import wgmma_bf16_sm90 as bf16
 from aiter_mx.kernels.linear import wgmma_bf16_swapped_sm90 as swapped
 from aiter_mx.kernels.linear import wgmma_f16_tiled_sm90 as f16
+from aiter_mx.kernels.linear import wgmma_fp8_rescaled_sm90 as rescaled
 from aiter_mx.kernels.linear import wgmma_fp8_sm90 as fp8
 from aiter_mx.kernels.linear import wgmma_fp8_tiled_sm90 as tiled
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16, START_OF_FP8
-from aiter_mx.kernels.linear.many_rows_sm90 import persistent_cycles
+from aiter_mx.kernels.linear.many_rows_sm90 import Array, persistent_cycles
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
-from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import LARGE, Array, costs_of_codes
+from aiter_mx.kernels.linear.wgmma_bf16_codes_sm90 import LARGE, costs_of_codes
 from aiter_mx.kernels.sm90 import GROUP_ROWS
 from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.target import Target
@@ -82,29 +83,34 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def menu(target: Target, N: int, K: int, exact: bool) -> tuple[Code, ...]:
-    """The code objects of a weight; none of wgmma_fp8_tiled where sums have to be exact."""
+    """The code objects of a weight; none over fp8 where sums have to be exact."""
     served = slice(0 if exact else _SERVED_BY_FP8, None)
     rows, says = _ROWS[served], _SAYS[served]
     of_bf16, costs = costs_of_codes(target, rows, N, K)
-    if not exact:
+    if exact:
+        first = costs[LARGE]  # for more rows, too
+    else:
+        first = rescaled.costs_of_rows(target, np.array(rows, float), N, K)
         of_fp8, costs_of_fp8 = tiled.costs_of_codes(target, rows, N, K)
         costs = np.concatenate((costs, costs_of_fp8))
-    best = np.minimum.reduce(costs)
+    best = np.minimum(first, np.minimum.reduce(costs))
     near = np.logical_or.reduce(costs < _NEAR_BEST * best, axis=1)
-    near[LARGE] = True
     (weighed,) = near.nonzero()
-    lost = np.square(np.square(costs[weighed] / best)) * says
-    first = int(weighed.searchsorted(LARGE))
+    every = np.concatenate((first[None], costs[weighed]))
+    codes = [LARGE] if exact else []
+    codes += [
+        weighed[at - 1] for at in _fewest(np.square(np.square(every / best)) * says, says.sum())
+    ]
     return tuple(
         Code(None, of_bf16[at]) if at < len(of_bf16) else Code(of_fp8.code(at - len(of_bf16)), None)
-        for at in weighed[_fewest(lost, says.sum(), first)].tolist()
+        for at in codes
     )
 
 
-def _fewest(lost: Array, says: float, first: int) -> list[int]:
-    """Those that lose the least together, after the first one after the other, while each gains its
-    worth."""
-    chosen, had = [first], lost[first].sum()
+def _fewest(lost: Array, says: float) -> list[int]:
+    """Those that lose the least together, beside the first, one after the other, while each gains
+    its worth."""
+    chosen, had = [0], lost[0].sum()
     while len(chosen) < _MOST_CODES:
         lost = np.minimum(lost, lost[chosen[-1]])  # beside those that are chosen
         sums = np.add.reduce(lost, axis=1)
@@ -113,7 +119,7 @@ def _fewest(lost: Array, says: float, first: int) -> list[int]:
             break
         chosen.append(at)
         had = sums[at]
-    return chosen
+    return chosen[1:]
 
 
 def _fp8_cycles(target: Target, M: int, N: int, K: int) -> float:
@@ -127,7 +133,16 @@ def _fp8_cycles(target: Target, M: int, N: int, K: int) -> float:
 def best(target: Target, M: int, N: int, K: int, exact: bool) -> Choice:
     """Of up to 4,096 rows."""
     sizes = Sizes(M, N, K)
-    return min(Choice(*code.cost(target, sizes), code.kernel) for code in menu(target, N, K, exact))
+    codes = menu(target, N, K, exact)
+    choices = [Choice(*code.cost(target, sizes), code.kernel) for code in codes]
+    if not exact and M >= rescaled.MIN_OWN_M:
+        choices.append(_rescaled(target, sizes))
+    return min(choices)
+
+
+def _rescaled(target: Target, sizes: Sizes) -> Choice:
+    found = rescaled.cheapest(target, sizes)
+    return Choice(found[0], tuple(found[1].values()), rescaled.WGMMA_FP8_RESCALED.name)
 
 
 def _best_of(of: KernelSpec, target: Target, problem: LinearProblem) -> Choice | None:
@@ -225,7 +240,19 @@ def _others_cycles(target: Target, problem: LinearProblem) -> float:
     sizes = Sizes(problem.M, problem.N, problem.K)
     if problem.M <= bf16.MOST_OWN_M:
         return _chosen(target, problem).cycles - START_OF_BF16
-    return min(bf16.cheapest_of_many(target, sizes)[0], persistent_cycles(target, sizes))
+    others = min(bf16.cheapest_of_many(target, sizes)[0], persistent_cycles(target, sizes))
+    return others if _is_exact(target, problem) else min(others, _rescaled(target, sizes).cycles)
+
+
+def _rescaled_yields(target: Target, problem: LinearProblem) -> str | None:
+    if problem.M < rescaled.MIN_OWN_M:
+        return f"w takes longer to rescale than M={problem.M} rows to multiply"
+    if problem.M <= bf16.MOST_OWN_M:
+        own = _chosen(target, problem).kernel == rescaled.WGMMA_FP8_RESCALED.name
+    else:
+        sizes = Sizes(problem.M, problem.N, problem.K)
+        own = _rescaled(target, sizes).cycles <= _others_cycles(target, problem)
+    return None if own else _others_take_less(problem)
 
 
 def _swapped_yields(target: Target, problem: LinearProblem) -> str | None:
@@ -242,9 +269,9 @@ def _bf16_yields(target: Target, problem: LinearProblem) -> str | None:
     if problem.M <= bf16.MOST_OWN_M:
         return None
     sizes = Sizes(problem.M, problem.N, problem.K)
-    if bf16.cheapest_of_many(target, sizes)[0] < persistent_cycles(target, sizes):
+    if bf16.cheapest_of_many(target, sizes)[0] <= _others_cycles(target, problem):
         return None
-    return "persistent expands x while it multiplies"
+    return _others_take_less(problem)
 
 
 WGMMA_FP8_TILED = replace(
@@ -259,6 +286,7 @@ WGMMA_F16_TILED = replace(
     candidates=_f16_candidates,
     yields=_f16_yields,
 )
+WGMMA_FP8_RESCALED = replace(rescaled.WGMMA_FP8_RESCALED, yields=_rescaled_yields)
 WGMMA_FP8 = replace(fp8.WGMMA_FP8, yields=_fp8_yields)
 WGMMA_BF16_SWAPPED = replace(swapped.WGMMA_BF16_SWAPPED, yields=_swapped_yields)
 WGMMA_BF16 = replace(

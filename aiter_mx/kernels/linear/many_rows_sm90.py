@@ -6,7 +6,10 @@ Their CTAs stay and take tiles in turns, two of a cluster side by side along the
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from aiter_mx.kernels.linear.fitted_sm90 import PERSISTENT_MANY, ManyRows
 from aiter_mx.kernels.linear.problem import LinearProblem, Sizes
@@ -14,6 +17,7 @@ from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import PAIR
 from aiter_mx.kernels.sm90 import CHUNK
 from aiter_mx.target import Target
 
+Array = npt.NDArray[np.float64]
 _TILE = 256  # tokens, and features of a cluster
 _MILLION = 1e6
 
@@ -49,9 +53,31 @@ def work_of(chunks: int, tiles: int, pairs: int) -> Work:
     return Work(most, 2 - even, 2 - even, times - even)
 
 
+def works_of(most: int, chunks: int, tiles: Array) -> Work:
+    """``work_of`` of so many tiles, with both numbers of those that ``sharers_that_suit``: one more
+    dimension, the first."""
+    every, is_even = tiles * chunks, np.array([False, True]).reshape(2, *(1 for _ in tiles.shape))
+    even = np.floor(tiles / np.ceil(tiles / most)) * np.maximum(np.floor(most / tiles), 1)
+    sharers = np.minimum(every, np.where(is_even, even, most))
+    whole, shares = np.floor(tiles / sharers), every / sharers
+    shared, share = whole * sharers < tiles, np.floor(shares)
+    part = np.minimum(share, chunks)
+    times = np.floor(chunks / part)
+    even_parts = (whole == 0) & (share == shares) & (times * part == chunks)
+    joins = 2 * shared - even_parts
+    segments = whole + joins - (shared & (share <= whole * chunks))
+    work: Any = np.ceil(shares), segments, joins, times * shared - even_parts
+    return Work(*work)
+
+
 def pairs_that_suit(target: Target, chunks: int, tiles: int) -> tuple[int, int]:
     """All, and as many as have equally many tiles each, or parts of one, which may be as many."""
-    most, every = target.cu_num // PAIR, tiles * chunks
+    return sharers_that_suit(target.cu_num // PAIR, chunks, tiles)
+
+
+def sharers_that_suit(most: int, chunks: int, tiles: int) -> tuple[int, int]:
+    """Likewise, of at most so many."""
+    every = tiles * chunks
     even = tiles * (most // tiles) if tiles < most else tiles // -(-tiles // most)
     return min(every, most), min(every, even)
 

@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from aiter_mx.kernels.linear import wgmma_f16_tiled_sm90 as over_f16
 from aiter_mx.kernels.linear.fitted_sm90 import START_OF_BF16
-from aiter_mx.kernels.linear.many_rows_sm90 import Work
+from aiter_mx.kernels.linear.many_rows_sm90 import Array, works_of
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import MOST_F16, MOST_PAIRED, PAIR
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
     MANY,
@@ -27,9 +26,7 @@ from aiter_mx.kernels.linear.wgmma_bf16_sm90 import (
 from aiter_mx.kernels.sm90 import CHUNK, most_clusters
 from aiter_mx.target import Target
 
-Array = npt.NDArray[np.float64]
 _SPLITS = (1, 2)  # more are seldom faster
-_EVEN = np.array([False, True])[:, None, None]  # of both numbers of pairs that suit tiles
 
 
 class Codes(NamedTuple):
@@ -99,7 +96,7 @@ def costs_of_codes(
     chunks = -(-K // CHUNK)
     of = _codes(target, rows, _SPLITS if chunks >= _SPLITS[-1] else _SPLITS[:1])
     millions: Any = np.minimum(of.rows * K / MILLION, MOST_CROWDED)
-    work = _work_of(target, chunks, of.pairs_down * -(-N // (PAIR * MOST_PAIRED)))
+    work = works_of(target.cu_num // PAIR, chunks, of.pairs_down * -(-N // (PAIR * MOST_PAIRED)))
     pairs: Any = cycles_of_work(of.pairs, of.pairs.unit_at(millions), work)
     tiles = of.alone_down * np.ceil(N / of.alone.tile_n)
     part = -(-chunks // of.split) * 2 * of.alone.unit_at(millions) + of.beside_k
@@ -108,19 +105,3 @@ def costs_of_codes(
     costs += expanding(of.rows, K) + START_OF_BF16
     costs[np.ix_(of.f16, of.rows > over_f16.MOST_OWN_M)] = np.inf
     return of.each, costs
-
-
-def _work_of(target: Target, chunks: int, tiles: Any) -> Work:
-    """``work_of`` of so many tiles, each with both numbers of pairs that suit it."""
-    most, every = target.cu_num // PAIR, tiles * chunks
-    even = np.floor(tiles / np.ceil(tiles / most)) * np.maximum(np.floor(most / tiles), 1)
-    pairs = np.minimum(every, np.where(_EVEN, even, most))
-    whole, shares = np.floor(tiles / pairs), every / pairs
-    shared, share = whole * pairs < tiles, np.floor(shares)
-    part = np.minimum(share, chunks)
-    times = np.floor(chunks / part)
-    even_parts = (whole == 0) & (share == shares) & (times * part == chunks)
-    joins = 2 * shared - even_parts
-    segments = whole + joins - (shared & (share <= whole * chunks))
-    work: Any = np.ceil(shares), segments, joins, times * shared - even_parts
-    return Work(*work)

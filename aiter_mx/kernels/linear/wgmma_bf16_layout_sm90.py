@@ -48,6 +48,29 @@ class Layout(NamedTuple):
     parts_with_one_more: int = 0
 
 
+class Shares(NamedTuple):
+    """How persistent CTAs share tiles, or clusters: see csrc/linear/shares_sm90.h.
+
+    Attributes:
+        rounds: of whole tiles, of which each computes one.
+        part: chunks of the other tiles that each computes,
+        parts_with_one_more: and how many have one more.
+    """
+
+    rounds: int
+    part: int
+    parts_with_one_more: int
+
+
+def shares(tiles: int, chunks: int, sharers: int) -> Shares:
+    """Of tiles of so many chunks: shares are of more than a tile where there are as many."""
+    whole, left = divmod(tiles, sharers)
+    if not left:
+        return Shares(whole, 0, 0)
+    rounds = max(whole - 1, 0)
+    return Shares(rounds, *divmod((tiles - rounds * sharers) * chunks, sharers))
+
+
 def chunks_of(problem: LinearProblem | Sizes) -> int:
     return -(-problem.K // CHUNK)
 
@@ -79,11 +102,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
     found = Layout(x_stages, w_stages, max(stages, sums) + kept + _FLAG_BYTES, pairs or tiles)
     if split > 1:
         return found
-    if not pairs or tiles % pairs == 0:
-        return found._replace(rounds=tiles // pairs if pairs else 0)
-    rounds = max(tiles // pairs - 1, 0)
-    part, parts_with_one_more = divmod((tiles - rounds * pairs) * chunks, pairs)
-    return found._replace(rounds=rounds, part=part, parts_with_one_more=parts_with_one_more)
+    if not pairs:
+        return found
+    return found._replace(**shares(tiles, chunks, pairs)._asdict())
 
 
 def tile_count(problem: LinearProblem | Sizes, tile_m: int, features: int) -> int:

@@ -29,6 +29,11 @@ MX_DEVICE unsigned load_two(const unsigned char* p) {
     asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
+MX_DEVICE unsigned load_acquire(const unsigned* p) {
+    unsigned v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
 MX_DEVICE unsigned load_relaxed(const unsigned* p) {
     unsigned v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

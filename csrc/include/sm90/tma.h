@@ -242,6 +242,11 @@ MX_DEVICE unsigned held(unsigned value) {
     asm volatile("" : "+r"(value));
     return value;
 }
+template <class T>
+MX_DEVICE T* held(T* value) {
+    asm volatile("" : "+l"(value));
+    return value;
+}
 
 // x, which all lanes of a warp have alike. Told so, ptxas keeps it in a uniform register, and what
 // follows from it.

@@ -1,0 +1,42 @@
+// What wgmma_fp8_rescaled's two launches hand each other: both operands in e4m3, whose four blocks
+// of a step of 128 k are under one scale where they can be. x comes first, then w, in blocks of 128
+// rows:
+//
+//   payload   [rows, K]
+//   for each step words, a multiple of 4:
+//     scales  [rows]    those of four blocks, which are alike where they can be
+//     common  [blocks]  of x 1 and of w the scale that all its rows have, in fp32; 0 where blocks
+//     of
+//                       32 k keep scales of their own
+//   ended     counters of parts of tiles, cleared
+//   sums      of parts of tiles
+#pragma once
+
+#include "common/target.h"
+
+namespace mx {
+
+struct RescaledOperands {
+    unsigned char* memory;
+    long M, N, K;
+
+    static constexpr int kRows = 128, kStepK = 128, kCounters = 1024;
+    MX_MEMBER long x_blocks() const { return (M + kRows - 1) / kRows; }
+    MX_MEMBER long blocks() const { return x_blocks() + (N + kRows - 1) / kRows; }
+    MX_MEMBER long rows() const { return blocks() * kRows; }
+    MX_MEMBER long first_w() const { return x_blocks() * kRows; }
+    MX_MEMBER int steps() const { return (K + kStepK - 1) / kStepK; }
+    MX_MEMBER unsigned char* payload() const { return memory; }
+    MX_MEMBER unsigned* words() const {
+        return reinterpret_cast<unsigned*>(memory + rows() * K); // K is a multiple of 32
+    }
+    MX_MEMBER unsigned words_of_step() const { return (rows() + blocks() + 3) / 4 * 4; }
+    MX_MEMBER unsigned* ended() const {
+        return words() + static_cast<long>(steps()) * words_of_step();
+    }
+    MX_MEMBER unsigned char* sums() const {
+        return reinterpret_cast<unsigned char*>(ended() + kCounters);
+    }
+};
+
+} // namespace mx

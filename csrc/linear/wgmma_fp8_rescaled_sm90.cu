@@ -1,0 +1,381 @@
+// Linear for hundreds of rows and more on Hopper, over fp8 whose blocks of 128 k are under one
+// scale:
+//
+//   y[m, n] = sum over steps of 128 k of (xq[m, :] * wq[n, :]) * xs[m] * ws[128 rows of w] +
+//   bias[n]
+//
+// The launch ahead, rescale_sm90.cu, makes these of blocks of 32 k where it can; where it cannot, a
+// step is taken 32 k at a time, each with the scales of its row and its column.
+//
+//   producer, a thread: the step's x and w, as boxes that TMA swizzles, into a ring
+//   consumer, two warpgroups: the products of a step by wgmma over fp8, which adds them with about
+//     14 bits; then adds those to its sums in fp32, times the step's scales. While one does so, the
+//     other's wgmmas run.
+//
+// A tile is 128 rows of x by 128 of w, of which a consumer has half the rows of x. Workgroups stay,
+// and share all tiles evenly.
+
+#include "common/epilogue.h"
+#include "common/target.h"
+#include "rescaled_sm90.h"
+#include "shares_sm90.h"
+#include "sm90/memory.h"
+#include "sm90/tma.h"
+#include "sm90/wgmma.h"
+
+using namespace mx;
+
+constexpr int kStages = MX_STAGES;
+constexpr int kTile = RescaledOperands::kRows, kStepK = RescaledOperands::kStepK;
+constexpr int kSwath = 8; // tiles of rows that share a tile of w before the next
+constexpr int kConsumers = 2, kGroupThreads = 128, kWarps = 4;
+constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+constexpr int kGroupRows = kTile / kConsumers;
+constexpr int kValues = kTile / 2; // of a thread
+constexpr int kStageX = kTile * kStepK, kStageBytes = 2 * kStageX;
+static_assert(kStages * kStageBytes == MX_SHARED_BYTES,
+              "the host lays shared memory out differently: "
+              "aiter_mx/kernels/linear/wgmma_fp8_rescaled_sm90.py");
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+using Out = DType<MX_OUT>;
+using Ring = PipelineState<kStages>;
+
+struct Args {
+    RescaledOperands of; // N are the features of a slice of w
+    Out* y;              // at the first of them
+    long features;       // of a row of y
+    long first_feature;  // of the slice
+    const void* bias;
+    int bias_kind;
+    Shares shares;
+};
+
+struct Tile {
+    long m, n; // first row of x and of w
+};
+
+// Tiles are numbered down kSwath rows of them before the next column.
+MX_DEVICE Tile tile_of(const RescaledOperands& of, int number) {
+    const int down = (of.M + kTile - 1) / kTile, across = (of.N + kTile - 1) / kTile;
+    const int super = number / (kSwath * across) * kSwath;
+    const int height = min(kSwath, down - super), place = number - super * across;
+    return {(super + place % height) * static_cast<long>(kTile),
+            place / height * static_cast<long>(kTile)};
+}
+
+// A lane's sums are of two rows, which three other lanes have too: of two neighbours each loads the
+// scales of one, and hands them to the other. Loads are two steps ahead, as whoever issues
+// products has to know whether all have a scale in common.
+struct Scales {
+    unsigned row; // of a step
+    float common; // what all its rows and columns have in common, or 0
+    bool apart;   // whether it is 0; the same for all warps that have these rows
+
+    MX_MEMBER Scales(const RescaledOperands& of, long row, long w_row, int first)
+        : of_row(of.words() + row), of_x(of.words() + of.rows() + row / kTile),
+          of_w(of.words() + of.rows() + w_row / kTile), at(first * of.words_of_step()) {
+        load();
+    }
+    MX_MEMBER unsigned of(int i) const { return __shfl_sync(~0u, row, i, 2); }
+    // From a step to the next one, and loads that after it, so many words further on.
+    MX_MEMBER void next(unsigned words) {
+        row = loaded_row;
+        common = loaded_x * loaded_w;
+        apart = __any_sync(~0u, common == 0); // so that ptxas sees that all lanes go the same way
+        at += words;
+        load();
+    }
+
+  private:
+    const unsigned *const of_row, *const of_x, *const of_w;
+    unsigned at; // words of steps before
+    unsigned loaded_row;
+    float loaded_x, loaded_w;
+
+    MX_MEMBER void load() {
+        loaded_row = load_word_at(of_row + at);
+        loaded_x = bits_to_float(load_word_at(of_x + at));
+        loaded_w = bits_to_float(load_word_at(of_w + at));
+    }
+    // Volatile, so that it stays behind wgmmas.
+    MX_MEMBER static unsigned load_word_at(const unsigned* p) {
+        unsigned v;
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+        return v;
+    }
+};
+
+struct Consumer {
+    const Args& a;
+    unsigned shared, full, empty; // addresses
+    int index, warp, lane;
+
+    MX_MEMBER void run() const {
+        Ring ring;
+        Segment s;
+        for (int i = 0; a.shares.shared_segment(i, s); ++i)
+            multiply(s, ring);
+    }
+
+  private:
+    MX_MEMBER void multiply(const Segment& s, Ring& ring) const {
+        const Tile tile = tile_of(a.of, s.tile);
+        const long first = tile.m + index * kGroupRows;
+        if (first >= a.of.M) {
+            for (int step = 0; step < s.chunks; ++step, ring.next()) {
+                barrier_wait(full + 8 * ring.at, ring.parity);
+                release(ring.at);
+            }
+            return;
+        }
+        const long w_row = a.of.first_w() + tile.n;
+        Scales scales(a.of, first + warp * 16 + lane / 4 + lane % 2 * 8, w_row, s.first_chunk);
+        const unsigned* const columns = a.of.words() + w_row + lane % 4 * 2;
+        float sums[kValues];
+#pragma unroll
+        for (int v = 0; v < kValues; ++v)
+            sums[v] = 0;
+        const SwizzledDescriptor x(shared + index * kGroupRows * kStepK);
+        const SwizzledDescriptor w(shared + kStageX);
+        const unsigned pitch = a.of.words_of_step();
+        int left = warp_uniform(s.chunks); // steps
+        scales.next(left > 1 ? pitch : 0);
+#pragma unroll 1
+        for (; left > 0; --left, ring.next()) {
+            const int stage = warp_uniform(ring.at);
+            barrier_wait(full + 8 * stage, ring.parity);
+            const unsigned x_at = x.low + stage * (kStageBytes / 16);
+            const unsigned w_at = w.low + stage * (kStageBytes / 16);
+            if (__builtin_expect(scales.apart, false)) {
+                add_blocks(sums, x_at, w_at, scales.of(0), scales.of(1),
+                           columns + (s.first_chunk + s.chunks - left) * static_cast<long>(pitch));
+                scales.next(left > 2 ? pitch : 0);
+                release(stage);
+                continue;
+            }
+            float products[kValues];
+            wgmma_fence();
+            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
+#pragma unroll
+            for (int k = 1; k < kStepK / 32; ++k)
+                wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
+                                SwizzledDescriptor::of(w_at + 2 * k));
+            wgmma_commit();
+            const float upper = scales.common * e8m0_to_normal(scales.of(0));
+            const float lower = scales.common * e8m0_to_normal(scales.of(1));
+            scales.next(left > 2 ? pitch : 0);
+            wgmma_wait<0>();
+            keep_in_order(products);
+            release(stage);
+#pragma unroll
+            for (int v = 0; v < kValues; ++v)
+                sums[place(v)] = mx::fma(products[v], v / 2 % 2 ? lower : upper, sums[place(v)]);
+        }
+        if (s.chunks == a.shares.chunks || join(sums, s))
+            store_rows(sums, first, tile.n);
+    }
+
+    // For all of the warpgroup, what its first thread finds.
+    MX_MEMBER bool first_finds(bool x) const {
+        return named_barrier_or(1 + index, kGroupThreads, warp == 0 && lane == 0 && x);
+    }
+    // Leaves the sums of a part of a tile, or makes them those of the whole tile and returns true
+    // if all other parts have left theirs: then its own stay in registers.
+    MX_MEMBER bool join(float (&sums)[kValues], const Segment& s) const {
+        const Shares& of = a.shares;
+        const int begin = of.begin_of(s);
+        const int first = of.sharer(begin), last = of.sharer(begin + of.chunks - 1);
+        const unsigned others = last - first;
+        unsigned* const ended = a.of.ended() + of.shared_tile(s) * kConsumers + index;
+        const bool leads = warp == 0 && lane == 0;
+        const auto part = [&](int cta) {
+            return a.of.sums() +
+                   (of.place(cta, begin) * kConsumers + index) * (kGroupRows * kTile * 4L) +
+                   (warp * kLanes + lane) * 16;
+        };
+        if (!first_finds(leads && load_acquire(ended) == others)) {
+            leave_part(sums, part(of.cluster), kGroupThreads * 16);
+            named_barrier(1 + index, kGroupThreads);
+            if (!first_finds(leads && add_acquire_release(ended, 1) == others))
+                return false;
+        }
+        if (of.cluster - first <= 1)
+            add_parts<8, false>(sums, first, last, of.cluster, kGroupThreads * 16, part);
+        else
+            add_parts<8, true>(sums, first, last, of.cluster, kGroupThreads * 16, part);
+        return true;
+    }
+
+    // Which of the sums is that of a value of wgmma's. Parts leave four sums at a time, for which
+    // these lie in neighbouring registers as products do. Where one of the two is odd and the other
+    // even, FFMA reads both at once.
+    MX_MEMBER static constexpr int place(int value) { return value ^ 1; }
+
+    MX_MEMBER void release(int stage) const {
+        if (lane == 0)
+            barrier_arrive(empty + 8 * stage);
+    }
+
+    // What four scales that are alike stand for, none of which is 0 or NaN.
+    MX_MEMBER static float e8m0_to_normal(unsigned scales) {
+        return bits_to_float((scales & 0xff) << 23);
+    }
+
+    // Adds the products of a step whose blocks have scales of their own.
+    MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at, unsigned upper,
+                              unsigned lower, const unsigned* columns) const {
+#pragma unroll 1
+        for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
+            float products[kValues];
+            wgmma_fence();
+            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
+            wgmma_commit();
+            const unsigned of_rows[2] = {upper >> 8 * k & 0xff, lower >> 8 * k & 0xff};
+            wgmma_wait<0>();
+            keep_in_order(products);
+#pragma unroll
+            for (int piece = 0; piece < kTile / 8; ++piece) {
+                const uint2 of = __ldg(reinterpret_cast<const uint2*>(columns + 8 * piece));
+                const unsigned of_columns[2] = {of.x >> 8 * k & 0xff, of.y >> 8 * k & 0xff};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned both = of_rows[i / 2] + of_columns[i % 2]; // 2^(both - 254)
+                    const unsigned half = both / 2;
+                    float& sum = sums[place(4 * piece + i)];
+                    sum = mx::fma(products[4 * piece + i] * bits_to_float(half << 23),
+                                  bits_to_float(both - half << 23), sum);
+                }
+            }
+        }
+    }
+
+    // Stores sums of 64 rows from `row`, and of columns from n: 16 bytes of a row at a time where
+    // these are whole.
+    MX_MEMBER void store_rows(float (&sums)[kValues], long row, long n) const {
+        if (a.bias_kind != kNone)
+            add_bias(sums, n);
+        if (a.features % 8 == 0 && reinterpret_cast<unsigned long long>(a.y) % 16 == 0)
+            store_whole(sums, row + warp * 16 + lane / 4, n);
+        else
+            store_single(sums, row + warp * 16 + lane / 4, n);
+    }
+    MX_MEMBER void store_whole(const float (&sums)[kValues], long row, long n) const {
+#pragma unroll
+        for (int four = 0; four < kTile / 32; ++four) {
+            const long column = n + 32 * four + lane % 4 * 8;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32x4 words;
+#pragma unroll
+                for (int piece = 0; piece < 4; ++piece) {
+                    const int v = 4 * (4 * four + piece) + 2 * i;
+                    words.words[piece] = pack<Out>(sums[place(v)], sums[place(v + 1)]);
+                }
+                transpose(words);
+                if (row + 8 * i < a.of.M && column < a.of.N)
+                    store_vector(a.y + (row + 8 * i) * a.features + column, words);
+            }
+        }
+    }
+    MX_MEMBER void store_single(const float (&sums)[kValues], long row, long n) const {
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) {
+            const long own = row + v / 2 % 2 * 8, column = n + v / 4 * 8 + lane % 4 * 2 + v % 2;
+            if (own < a.of.M && column < a.of.N)
+                store(a.y + own * a.features + column, sums[place(v)]);
+        }
+    }
+    MX_MEMBER void add_bias(float (&sums)[kValues], long n) const {
+#pragma unroll
+        for (int piece = 0; piece < kTile / 8; ++piece)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.of.N - 1);
+                const float bias = load_bias(a.bias, a.bias_kind, a.first_feature + column);
+                sums[place(4 * piece + i)] += bias;
+                sums[place(4 * piece + 2 + i)] += bias;
+            }
+    }
+
+    // Of four lanes, each has a pair of columns of four pieces; then each has all of one piece.
+    MX_MEMBER void transpose(u32x4& words) const {
+#pragma unroll
+        for (int bit = 1; bit < 4; bit *= 2) {
+            const bool upper = lane & bit;
+#pragma unroll
+            for (int low = 0; low < 4; ++low) {
+                if (low & bit)
+                    continue;
+                unsigned &one = words.words[low], &other = words.words[low | bit];
+                const unsigned got = __shfl_xor_sync(~0u, upper ? one : other, bit);
+                (upper ? one : other) = got;
+            }
+        }
+    }
+};
+
+struct Producer {
+    const Args& a;
+    const TensorMap& operands;
+    unsigned shared, full, empty;
+
+    MX_MEMBER void run() const {
+        Ring ring;
+        Segment s;
+        for (int i = 0; a.shares.shared_segment(i, s); ++i) {
+            const Tile tile = tile_of(a.of, s.tile);
+            const int w_row = a.of.first_w() + tile.n;
+            for (int step = s.first_chunk; step < s.first_chunk + s.chunks; ++step, ring.next()) {
+                barrier_wait(empty + 8 * ring.at, ring.parity ^ 1);
+                const unsigned barrier = full + 8 * ring.at;
+                const unsigned to = shared + ring.at * kStageBytes;
+                barrier_arrive_expect(barrier, kStageBytes);
+                tma_load(to, operands, step * kStepK, tile.m, barrier);
+                tma_load(to + kStageX, operands, step * kStepK, w_row, barrier);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    aiter_mx_linear_wgmma_fp8_rescaled(const unsigned char*, const unsigned char*,
+                                       const unsigned char*, const unsigned char*, const void* bias,
+                                       Out* y, unsigned char* memory, long M, long N, long K,
+                                       long features, long first_feature, int bias_kind, int rounds,
+                                       int part, int parts_with_one_more,
+                                       const __grid_constant__ TensorMap operands) {
+    extern __shared__ __align__(1024) unsigned char dynamic[];
+    __shared__ __align__(16) unsigned long long barriers[2 * kStages];
+    const unsigned shared = held(shared_address(dynamic)), full = held(shared_address(barriers));
+    const unsigned empty = full + 8 * kStages;
+    if (threadIdx.x == 0) {
+        prefetch_map(operands);
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, kConsumers * kWarps);
+        }
+        fence_barrier_init();
+    }
+    group_barrier();
+    wait_for_grid_ahead();
+    const RescaledOperands of{memory, M, N, K};
+    const Args a{of,
+                 y + first_feature,
+                 features,
+                 first_feature,
+                 bias,
+                 bias_kind,
+                 {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), of.steps(), rounds,
+                  part, parts_with_one_more}};
+    const int group = warp_uniform(threadIdx.x / kGroupThreads);
+    if (group == 0) {
+        decrease_registers<kProducerRegisters>();
+        if (threadIdx.x == 0)
+            Producer{a, operands, shared, full, empty}.run();
+        __syncwarp();
+    } else {
+        increase_registers<kConsumerRegisters>();
+        const int thread = threadIdx.x % kGroupThreads;
+        Consumer{a, shared, full, empty, group - 1, thread / kLanes, thread % kLanes}.run();
+    }
+}
