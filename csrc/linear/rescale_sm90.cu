@@ -3,8 +3,8 @@
 // most 2^-11 of its largest: a block whose largest would be below 2 keeps its own scale, and so do
 // all blocks of that step in those 128 rows. With MX_X x is bf16 or fp16, and quantised first.
 //
-// N are the features of a slice of w, from `first_feature` on. Only with the first is x rescaled:
-// with others `first_block` is the first of w.
+// Of w's `features` a slice is rescaled, up to N of them from `first_feature` on. Only with the
+// first slice is x rescaled: with others `first_block` is the first of w.
 //
 // A CTA has a step of 128 rows. Eight neighbouring lanes have a row, two of them a block.
 
@@ -136,8 +136,8 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
 extern "C" __global__ void __launch_bounds__(kThreads)
     aiter_mx_linear_rescale(const unsigned char* xq, const unsigned char* xs,
                             const unsigned char* wq, const unsigned char* ws, const void*, void*,
-                            unsigned char* memory, long M, long N, long K, long first_feature,
-                            long first_block) {
+                            unsigned char* memory, long M, long N, long K, long features,
+                            long first_feature, long first_block) {
     const RescaledOperands to{memory, M, N, K};
     const long block = first_block + blockIdx.x / to.steps();
     const int step = blockIdx.x % to.steps();
@@ -151,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         rescale<MX_X, false>(to, xq, xs, M, to_row, to_row, step);
     else {
         const long blocks = K / 32;
-        rescale<kNone, true>(to, wq + first_feature * K, ws + first_feature * blocks, N,
-                             to_row - to.first_w(), to_row, step);
+        rescale<kNone, true>(to, wq + first_feature * K, ws + first_feature * blocks,
+                             slice_features(N, features, first_feature), to_row - to.first_w(),
+                             to_row, step);
     }
 }

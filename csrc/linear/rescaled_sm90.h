@@ -10,6 +10,9 @@
 //                       32 k keep scales of their own
 //   ended     counters of parts of tiles, cleared
 //   sums      of parts of tiles
+//
+// Where w is taken in slices of its features, each has the place of the one before. All slices are
+// laid out alike, with room for the widest one, as x stays where the first slice's launch put it.
 #pragma once
 
 #include "common/target.h"
@@ -18,7 +21,7 @@ namespace mx {
 
 struct RescaledOperands {
     unsigned char* memory;
-    long M, N, K;
+    long M, N, K; // N: features that there is room for
 
     static constexpr int kRows = 128, kStepK = 128, kCounters = 1024;
     MX_MEMBER long x_blocks() const { return (M + kRows - 1) / kRows; }
@@ -38,5 +41,10 @@ struct RescaledOperands {
         return reinterpret_cast<unsigned char*>(ended() + kCounters);
     }
 };
+
+// Features of a slice: `room`, but for the last one, which ends with w.
+MX_DEVICE long slice_features(long room, long features, long first_feature) {
+    return min(room, features - first_feature);
+}
 
 } // namespace mx

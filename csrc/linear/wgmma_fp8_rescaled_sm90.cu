@@ -41,10 +41,11 @@ using Out = DType<MX_OUT>;
 using Ring = PipelineState<kStages>;
 
 struct Args {
-    RescaledOperands of; // N are the features of a slice of w
-    Out* y;              // at the first of them
-    long features;       // of a row of y
-    long first_feature;  // of the slice
+    RescaledOperands of;
+    long N;             // features of a slice of w
+    Out* y;             // at the first of them
+    long features;      // of a row of y
+    long first_feature; // of the slice
     const void* bias;
     int bias_kind;
     Shares shares;
@@ -55,8 +56,8 @@ struct Tile {
 };
 
 // Tiles are numbered down kSwath rows of them before the next column.
-MX_DEVICE Tile tile_of(const RescaledOperands& of, int number) {
-    const int down = (of.M + kTile - 1) / kTile, across = (of.N + kTile - 1) / kTile;
+MX_DEVICE Tile tile_of(const Args& a, int number) {
+    const int down = (a.of.M + kTile - 1) / kTile, across = (a.N + kTile - 1) / kTile;
     const int super = number / (kSwath * across) * kSwath;
     const int height = min(kSwath, down - super), place = number - super * across;
     return {(super + place % height) * static_cast<long>(kTile),
@@ -119,7 +120,7 @@ struct Consumer {
 
   private:
     MX_MEMBER void multiply(const Segment& s, Ring& ring) const {
-        const Tile tile = tile_of(a.of, s.tile);
+        const Tile tile = tile_of(a, s.tile);
         const long first = tile.m + index * kGroupRows;
         if (first >= a.of.M) {
             for (int step = 0; step < s.chunks; ++step, ring.next()) {
@@ -272,7 +273,7 @@ struct Consumer {
                     words.words[piece] = pack<Out>(sums[place(v)], sums[place(v + 1)]);
                 }
                 transpose(words);
-                if (row + 8 * i < a.of.M && column < a.of.N)
+                if (row + 8 * i < a.of.M && column < a.N)
                     store_vector(a.y + (row + 8 * i) * a.features + column, words);
             }
         }
@@ -281,7 +282,7 @@ struct Consumer {
 #pragma unroll
         for (int v = 0; v < kValues; ++v) {
             const long own = row + v / 2 % 2 * 8, column = n + v / 4 * 8 + lane % 4 * 2 + v % 2;
-            if (own < a.of.M && column < a.of.N)
+            if (own < a.of.M && column < a.N)
                 store(a.y + own * a.features + column, sums[place(v)]);
         }
     }
@@ -290,7 +291,7 @@ struct Consumer {
         for (int piece = 0; piece < kTile / 8; ++piece)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.of.N - 1);
+                const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.N - 1);
                 const float bias = load_bias(a.bias, a.bias_kind, a.first_feature + column);
                 sums[place(4 * piece + i)] += bias;
                 sums[place(4 * piece + 2 + i)] += bias;
@@ -323,7 +324,7 @@ struct Producer {
         Ring ring;
         Segment s;
         for (int i = 0; a.shares.shared_segment(i, s); ++i) {
-            const Tile tile = tile_of(a.of, s.tile);
+            const Tile tile = tile_of(a, s.tile);
             const int w_row = a.of.first_w() + tile.n;
             for (int step = s.first_chunk; step < s.first_chunk + s.chunks; ++step, ring.next()) {
                 barrier_wait(empty + 8 * ring.at, ring.parity ^ 1);
@@ -360,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wait_for_grid_ahead();
     const RescaledOperands of{memory, M, N, K};
     const Args a{of,
+                 slice_features(N, features, first_feature),
                  y + first_feature,
                  features,
                  first_feature,

@@ -134,6 +134,22 @@ def test_wgmma_bf16_always_overlaps_its_own_launch_ahead(pdl: bool) -> None:
     assert ahead.geometry(TARGET, problem, chosen).overlaps is pdl
 
 
+@pytest.mark.parametrize("M", [257, 512])
+def test_slices_of_w_find_x_where_the_first_launch_put_it(M: int) -> None:
+    kernel, problem = kernel_of("wgmma_fp8_rescaled"), LinearProblem(M, 57300, 8192)
+    launches = kernel.launches(TARGET, problem, kernel.configure(TARGET, problem))
+    told = []
+    for module in launches:
+        names = [arg.name for arg in module.args if arg.kind != "pointer"]
+        scalars = module.scalars(TARGET, problem, kernel.configure(TARGET, problem))
+        told.append(dict(zip(names, scalars, strict=True)))
+    firsts = [each["first_feature"] for each in told[::2]]
+    room = firsts[1]
+    assert 0 < problem.N - firsts[-1] < room  # the last is narrower
+    for each in told:
+        assert (each["M"], each["N"], each["K"], each["features"]) == (M, room, 8192, 57300)
+
+
 @pytest.mark.parametrize(
     ("name", "problem", "config", "cu_num"),
     [

@@ -124,12 +124,11 @@ def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mappin
 
 
 WITH_WORKSPACE = (*POINTERS, Arg("workspace", "pointer", "rw"))
-_SIZES = numbers("i64", "M", "N", "K")  # N: of a slice
-_RESCALE_ARGS = (*WITH_WORKSPACE, *_SIZES, *numbers("i64", "first_feature", "first_block"))
+_SIZES = numbers("i64", "M", "N", "K", "features", "first_feature")  # N: of the widest slice
+_RESCALE_ARGS = (*WITH_WORKSPACE, *_SIZES, *numbers("i64", "first_block"))
 ARGS = (
     *WITH_WORKSPACE,
     *_SIZES,
-    *numbers("i64", "features", "first_feature"),
     Arg("bias_kind", "i32"),
     *numbers("i32", "rounds", "part", "parts_with_one_more"),
 )
@@ -137,6 +136,13 @@ ARGS = (
 
 def _slice_of(problem: LinearProblem, index: int) -> Slice:
     return slices(problem.M, problem.N, problem.K)[index]
+
+
+def _sizes(problem: LinearProblem, index: int) -> tuple[int, ...]:
+    """Where a slice begins, and what all are laid out by, so that x stays where the first has
+    it."""
+    M, N, K = problem.M, problem.N, problem.K
+    return M, _slice_of(problem, 0).features, K, N, _slice_of(problem, index).first
 
 
 def _modules(index: int) -> tuple[Module, Module]:
@@ -156,8 +162,7 @@ def _modules(index: int) -> tuple[Module, Module]:
     def rescale_scalars(
         target: Target, problem: LinearProblem, config: Config
     ) -> tuple[int | float, ...]:
-        first, features = _slice_of(problem, index)
-        return problem.M, features, problem.K, first, first_block(problem)
+        return *_sizes(problem, index), first_block(problem)
 
     def geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
         tiles = _slice_of(problem, index).tiles(problem.M)
@@ -173,13 +178,12 @@ def _modules(index: int) -> tuple[Module, Module]:
         )
 
     def scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
-        found = _slice_of(problem, index)
-        shared = shares(found.tiles(problem.M), chunks_of(problem), config["ctas"])
-        sizes = problem.M, found.features, problem.K, problem.N, found.first
-        return *sizes, DTYPE_CODES[problem.bias], *shared
+        tiles = _slice_of(problem, index).tiles(problem.M)
+        shared = shares(tiles, chunks_of(problem), config["ctas"])
+        return *_sizes(problem, index), DTYPE_CODES[problem.bias], *shared
 
     def operands(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
-        rows = _slice_of(problem, index).blocks(problem.M) * _ROWS
+        rows = _slice_of(problem, 0).blocks(problem.M) * _ROWS
         return TensorMap(place_of(ARGS, "workspace"), rows, problem.K, _ROWS, CHUNK)
 
     return (
