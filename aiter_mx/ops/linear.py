@@ -53,12 +53,14 @@ def linear(
 ) -> torch.Tensor:
     """``y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]`` over MX-FP8 operands.
 
-    Products are accumulated in fp32 and rounded once, but that Hopper's ``wgmma_fp8``, which
-    16-bit results up to M = 256 may get, adds those of blocks by 14 bits: within 2^-8 of the sum of
-    their magnitudes, for random operands within 2^-10. Results are bitwise
-    the same on every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be
-    captured into a graph. There is no gradient: where torch records one for activations or bias,
-    its backward pass raises.
+    Products are accumulated in fp32 and rounded once, but by two kinds of Hopper's kernels that
+    16-bit results may get. ``wgmma_fp8`` and ``wgmma_fp8_tiled`` add the 32 products of a block by
+    some 14 bits: within 2^-8 of the sum of their magnitudes, for random operands within 2^-10.
+    ``wgmma_fp8_rescaled``, for M of hundreds and more, adds 128 so: within 2^-6, for random ones
+    2^-9; and an element may lose 2^-11 of the largest of its block. Results are bitwise the same on
+    every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into
+    a graph. There is no gradient: where torch records one for activations or bias, its backward
+    pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[..., K]``, K a multiple of 32; M is the product of the
@@ -80,7 +82,7 @@ def linear(
             itself: a linear with ``pdl``, or on Hopper a quantisation, but one along rows with
             row-major scales of 32 elements each.
             Targets and kernels without it ignore it.
-        exact_sums: pass over kernels that add with fewer bits than fp32; None for what
+        exact_sums: pass over these kernels, which add with fewer bits than fp32; None for what
             ``AITER_MX_EXACT_SUMS`` says.
 
     Returns:

@@ -25,7 +25,8 @@ ACCUMULATION = 1e-4
 """How far sums may be off, relative to the product of the norms of the two rows whose product an
 element is. By Cauchy and Schwarz that is no less than the sum of magnitudes, and mostly some 30
 times as much for what is drawn here. Sums of K products are accurate to (8 + sqrt(K)) * 2^-23 of
-that sum in fp32, and to 2^-10 in the fp8 matrix unit of Hopper (docs/kernels/wgmma_fp8.md)."""
+that sum in fp32, and in the fp8 matrix unit of Hopper to 2^-10 where it adds 32 of them
+(docs/kernels/wgmma_fp8.md) and 2^-9 where 128 (docs/kernels/wgmma_fp8_rescaled.md)."""
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}
 """Of one rounding to an output's dtype, relative to the value."""
 
