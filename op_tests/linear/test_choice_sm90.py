@@ -150,6 +150,16 @@ def test_slices_of_w_find_x_where_the_first_launch_put_it(M: int) -> None:
         assert (each["M"], each["N"], each["K"], each["features"]) == (M, room, 8192, 57300)
 
 
+def test_a_last_slice_with_less_to_share_has_fewer_ctas() -> None:
+    kernel, problem = kernel_of("wgmma_fp8_rescaled"), LinearProblem(257, 4762 * 128, 5504)
+    config = kernel.configure(TARGET, problem)
+    assert config == {"ctas": 132} and kernel.misfit(TARGET, problem, config) is None
+    products = kernel.launches(TARGET, problem, config)[1::2]
+    grids = [module.geometry(TARGET, problem, config).grid for module in products]
+    assert grids == [(132, 1, 1)] * 69 + [(3 * 43, 1, 1)]
+    assert products[-1].scalars(TARGET, problem, config)[-3:] == (0, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "problem", "config", "cu_num"),
     [
@@ -162,6 +172,7 @@ def test_slices_of_w_find_x_where_the_first_launch_put_it(M: int) -> None:
         # more parts than chunks; more registers than there are
         ("wgmma_bf16_few", LinearProblem(1, 64, 384), _few(8, 4, 1, 1), 132),
         ("wgmma_bf16_few", LinearProblem(1, 64, 384), _few(32, 1, 1, 2), 132),
+        ("wgmma_fp8_rescaled", LinearProblem(257, 64, 384), {"ctas": 10}, 132),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(

@@ -145,6 +145,12 @@ def _sizes(problem: LinearProblem, index: int) -> tuple[int, ...]:
     return M, _slice_of(problem, 0).features, K, N, _slice_of(problem, index).first
 
 
+def _ctas(problem: LinearProblem, config: Config, index: int) -> int:
+    """All, but for a last slice that has less to share."""
+    tiles = _slice_of(problem, index).tiles(problem.M)
+    return min(config["ctas"], tiles * chunks_of(problem))
+
+
 def _modules(index: int) -> tuple[Module, Module]:
     """The launches for a slice: x is rescaled with the first."""
 
@@ -165,13 +171,12 @@ def _modules(index: int) -> tuple[Module, Module]:
         return *_sizes(problem, index), first_block(problem)
 
     def geometry(target: Target, problem: LinearProblem, config: Config) -> Geometry:
-        tiles = _slice_of(problem, index).tiles(problem.M)
-        if config["ctas"] > tiles * chunks_of(problem):
+        if config["ctas"] > _ctas(problem, config, 0):
             raise ValueError(
                 f"{dict(config)} does not fit {problem}: there is not as much to share"
             )
         return Geometry(
-            grid=(config["ctas"], 1, 1),
+            grid=(_ctas(problem, config, index), 1, 1),
             block=(_THREADS, 1, 1),
             shared_bytes=_SHARED_BYTES,
             overlaps=True,  # with the launch that rescales
@@ -179,7 +184,7 @@ def _modules(index: int) -> tuple[Module, Module]:
 
     def scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
         tiles = _slice_of(problem, index).tiles(problem.M)
-        shared = shares(tiles, chunks_of(problem), config["ctas"])
+        shared = shares(tiles, chunks_of(problem), _ctas(problem, config, index))
         return *_sizes(problem, index), DTYPE_CODES[problem.bias], *shared
 
     def operands(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
@@ -231,10 +236,10 @@ def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iter
     M, N, K = problem.M, problem.N, problem.K
     most, chunks = min(target.cu_num, _MOST_CTAS), -(-K // CHUNK)
     tiles = -(-M // _ROWS) * -(-N // _ROWS)
-    last = slices(M, N, K)[-1].tiles(M) * chunks
+    widest = slices(M, N, K)[0].tiles(M) * chunks
     for ctas in {*sharers_that_suit(most, chunks, tiles)}:
         work = work_of(chunks, tiles, ctas)
-        yield _cycles(M, N, K, work, tiles), (), (min(ctas, last),)
+        yield _cycles(M, N, K, work, tiles), (), (min(ctas, widest),)
 
 
 def costs_of_rows(target: Target, rows: Array, N: int, K: int) -> Array:
