@@ -171,6 +171,7 @@ def assert_close_to_reference(
     *,
     accumulation_error: float | None = None,
     underflow: float = 2.0**-126,
+    rescaling_error: float = 0.0,
 ) -> None:
     """Assert that ``out`` is the linear with fp32 accumulation and one rounding to its dtype.
 
@@ -184,6 +185,8 @@ def assert_close_to_reference(
       not aligned, which makes the sum grow as sqrt(K) (Higham and Mary, 2019). The default is
       (8 + sqrt(K)) * 2^-23.
     - A kernel whose matrix unit keeps fewer bits states its own ``accumulation_error``.
+    - One that puts blocks under other scales states its ``rescaling_error``, which is what an
+      element changes by at most, of the largest of its block: e has what that makes of products.
     - NaN must be exactly where the reference has it, infinity where the reference overflows
       ``out``'s dtype, either one allowed within e of the threshold. Where S alone overflows fp32,
       infinity and NaN are allowed as well, because partial sums may overflow.
@@ -200,8 +203,16 @@ def assert_close_to_reference(
     if accumulation_error is None:
         accumulation_error = (8 + math.sqrt(K)) * 2.0**-23
     error = accumulation_error * total + underflow * K / BLOCK
-
+    if rescaling_error:
+        (x_sums, x_lost), (w_sums, w_lost) = (_of_blocks(t, rescaling_error) for t in (x, w))
+        error += x_sums @ w_lost.T + x_lost @ (w_sums + BLOCK * w_lost).T
     assert_rounded(out, ref, error, total, f"K={K}")
+
+
+def _of_blocks(values: Tensor, error: float) -> tuple[Tensor, Tensor]:
+    """The sum of magnitudes of each block, and what each of its elements may change by."""
+    blocks = values.abs().view(len(values), -1, BLOCK)
+    return blocks.sum(-1), error * blocks.amax(-1)
 
 
 def assert_rounded(out: Tensor, ref: Tensor, error: Tensor, total: Tensor, note: str = "") -> None:

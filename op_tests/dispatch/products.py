@@ -37,3 +37,22 @@ def draws(kind: str, count: int, length: int = 32) -> tuple[Tensor, Tensor]:
         power = 2.0 ** torch.randint(-2, 4, (count, 1), generator=generator)
         return a * power, b / power
     return a, b
+
+
+def hopper_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of products of e4m3 numbers as Hopper's fp8 ``wgmma`` adds them, 32 at a time.
+
+    Products are shifted to the exponent of the largest, which is the sum of its operands', or of
+    the sum so far, and cut 13 bits below it; so is their sum.
+    """
+    total = torch.zeros_like(a[:, :1])
+    for x, w in zip(a.split(32, -1), b.split(32, -1), strict=True):
+        exponents = (x.frexp().exponent - 1) + (w.frexp().exponent - 1)
+        terms = torch.cat((x * w, total), -1)
+        exponents = torch.cat((exponents, total.frexp().exponent - 1), -1)
+        largest = exponents.masked_fill(terms == 0, -99).amax(-1, keepdim=True)
+        step = torch.ldexp(torch.ones_like(total), largest - 13)
+        total = ((terms / step).trunc() * step).sum(-1, keepdim=True)
+        step = torch.ldexp(torch.ones_like(total), total.frexp().exponent - 1 - 13)
+        total = (total / step).trunc() * step
+    return total.squeeze(-1)

@@ -19,7 +19,7 @@ from aiter_mx.kernels.promoted_gemm import wgmma_fp8_sm90 as of_128
 from aiter_mx.ops import linear as linear_module
 from aiter_mx.ops.promoted_gemm import promoted_gemm
 from aiter_mx.target import hardware, target_of, wants_exact_sums
-from op_tests.dispatch.products import KINDS, draws
+from op_tests.dispatch.products import KINDS, draws, hopper_sums
 from op_tests.dispatch.rows import write_table
 from op_tests.mx_reference import random_mx
 
@@ -144,25 +144,6 @@ def test_kernels_of_other_architectures_are_exact() -> None:
         both = [aiter_mx.explain(op, arch="gfx950", exact_sums=exact, **shape) for exact in (0, 1)]
         assert both[0] == both[1]
     assert not hardware("sm_90a").exact_sums
-
-
-def hopper_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Sums of products of e4m3 numbers as Hopper's fp8 ``wgmma`` adds them, 32 at a time.
-
-    Products are shifted to the exponent of the largest, which is the sum of its operands', or of
-    the sum so far, and cut 13 bits below it; so is their sum.
-    """
-    total = torch.zeros_like(a[:, :1])
-    for x, w in zip(a.split(32, -1), b.split(32, -1), strict=True):
-        exponents = (x.frexp().exponent - 1) + (w.frexp().exponent - 1)
-        terms = torch.cat((x * w, total), -1)
-        exponents = torch.cat((exponents, total.frexp().exponent - 1), -1)
-        largest = exponents.masked_fill(terms == 0, -99).amax(-1, keepdim=True)
-        step = torch.ldexp(torch.ones_like(total), largest - 13)
-        total = ((terms / step).trunc() * step).sum(-1, keepdim=True)
-        step = torch.ldexp(torch.ones_like(total), total.frexp().exponent - 1 - 13)
-        total = (total / step).trunc() * step
-    return total.squeeze(-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,15 +105,19 @@ def with_scales_moved(drawn: Operands, shift: int, device: torch.device) -> Oper
     return xq, moved[0], wq, moved[1]
 
 
-def operands_that_all_count(M: int, N: int, K: int, seed: int) -> Operands:
-    """Payloads of 1 to 1.875 of either sign under scales of 1 and 2: no product is negligible."""
+def operands_that_all_count(M: int, N: int, K: int, seed: int, octave: int = 0) -> Operands:
+    """Numbers of 1 to 1.875 of either sign under scales of 1 and 2: no product is negligible.
+
+    ``octave``: payloads are so many octaves up, and scales down.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload = torch.randint(0x38, 0x40, (rows, K), generator=generator, dtype=torch.uint8)
+        payload += 8 * octave
         payload |= torch.randint(0, 2, (rows, K), generator=generator, dtype=torch.uint8) << 7
         scale = torch.randint(127, 129, (rows, K // 32), generator=generator, dtype=torch.uint8)
-        return payload.view(torch.float8_e4m3fn), scale
+        return payload.view(torch.float8_e4m3fn), scale - octave
 
     return (*draw(M), *draw(N))
 

@@ -38,7 +38,7 @@ from op_tests.linear.operands import (
 )
 from op_tests.linear.subjects import SUBJECTS, Case, Subject
 from op_tests.mx_reference import assert_close_to_reference, linear_reference64, round_once
-from op_tests.operands import NANS, SPREADS
+from op_tests.operands import NANS, SPREADS, Exponents
 
 MOST_ROWS_OF_W = 300  # where scales are out of the ordinary, as they may be in any row
 
@@ -62,16 +62,39 @@ class Bench(conformance.Bench):
         self.assert_close(self.launch(case, drawn, bias, dtype), drawn, bias)
 
     def assert_close(
-        self, out: torch.Tensor, drawn: Operands, bias: torch.Tensor | None = None
+        self,
+        out: torch.Tensor,
+        drawn: Operands,
+        bias: torch.Tensor | None = None,
+        are_all: bool = True,
     ) -> None:
-        error, underflow = self.subject.accumulation_error, self.subject.underflow
-        assert_close_to_reference(out, *drawn, bias, accumulation_error=error, underflow=underflow)
+        """``are_all``: whether all rows of the operands are there, as they are multiplied."""
+        subject = self.subject
+        errors = {
+            "accumulation_error": subject.accumulation_error,
+            "underflow": subject.underflow,
+        }
+        if subject.multiplied is not None and are_all:
+            assert_close_to_reference(out, *subject.multiplied(drawn), bias, **errors)
+        rescaling = subject.rescaling_error
+        assert_close_to_reference(out, *drawn, bias, rescaling_error=rescaling, **errors)
 
-    def few(self, **options: Any) -> Iterator[tuple[Case, Operands]]:
-        """Cases of few rows of w, and operands."""
+    def exact(self, drawn: Operands, bias: torch.Tensor) -> torch.Tensor:
+        """The sums before they are rounded."""
+        multiplied = self.subject.multiplied
+        return linear_reference64(*(multiplied(drawn) if multiplied else drawn), bias)
+
+    def few(
+        self, scale_exponents: Exponents = (-20, 20), **options: Any
+    ) -> Iterator[tuple[Case, Operands]]:
+        """Cases of few rows of w, and operands; of the subject's exponents too that lie within."""
+        low, high = scale_exponents
+        more = [of for of in self.subject.exponents if low <= of[0] and of[1] <= high]
         for seed, case in enumerate(self.subject.few):
             N = min(case.N, MOST_ROWS_OF_W)
-            yield case, operands(case.M, N, case.K, seed, **options)
+            for exponents in (scale_exponents, *more):
+                drawn = operands(case.M, N, case.K, seed, scale_exponents=exponents, **options)
+                yield case, drawn
 
 
 bench = bench_of(Bench)
@@ -83,10 +106,12 @@ def test_any_shape_and_configuration_match_float64(
 ) -> None:
     """Scales far apart, and near each other; in the simulator in one order of waves or another."""
     for seed, case, _ in in_drawn_orders(monkeypatch, group, bench.subject.groups[group]):
-        both = [(-12, -6)] if case.dtype == "fp16" else [(-20, 20), (-6, 6)]
+        of_fp16, own = case.dtype == "fp16", bench.subject.exponents
+        ranges = [(-12, -6)] if of_fp16 else [(-20, 20), (-6, 6)]
+        ranges += [(low - 9, high - 9) for low, high in own] if of_fp16 else own
         if bench.device.type == "cpu":
-            both = [both[seed % len(both)]]
-        for exponents in both:
+            ranges = [ranges[seed % len(ranges)]]
+        for exponents in ranges:
             drawn = operands(case.M, case.N, case.K, 100 * group + seed, scale_exponents=exponents)
             bias = None
             if case.bias != "none":
@@ -97,8 +122,9 @@ def test_any_shape_and_configuration_match_float64(
 @each(SUBJECTS)
 def test_every_m_matches_float64(bench: Bench) -> None:
     subject, (N, K) = bench.subject, bench.subject.width
+    ranges = [(-6, 6), *subject.exponents]
     for M in range(subject.least_rows, subject.most_rows + 1):
-        drawn = operands(M, N, K, M, scale_exponents=(-6, 6))
+        drawn = operands(M, N, K, M, scale_exponents=ranges[M % len(ranges)])
         bench.assert_right(Case(M, N, K, subject.of_rows(M)), drawn, dtype="bf16")
 
 
@@ -216,7 +242,7 @@ def test_a_sum_is_rounded_to_nearest_with_ties_to_even(bench: Bench, dtype: str)
         generator = torch.Generator().manual_seed(9)
         bias = torch.randint(-(2**11), 2**11, (case.N,), generator=generator) / 2**3
         out = bench.launch(case, drawn, bias.float(), dtype)
-        exact = linear_reference64(*drawn, bias.float())
+        exact = bench.exact(drawn, bias.float())
         representable = exact.float().double() == exact
         assert representable.float().mean() > 0.5
         expected = round_once(exact, DTYPES[dtype])
@@ -228,9 +254,11 @@ def test_no_product_is_missing_however_long_k_is(bench: Bench) -> None:
     cases = [case for group in bench.subject.groups for case in group]
     for case in cases:
         if case.M >= 8 and case.N >= 100 and case.config is not None:
-            drawn = operands_that_all_count(case.M, case.N, case.K, case.M)
-            out = bench.launch(case, drawn, dtype=case.dtype or "bf16")
-            assert_no_product_is_missing(out, drawn)
+            # Too low for a larger scale, and high enough for one.
+            for octave in (0, 4) if bench.subject.multiplied else (0,):
+                drawn = operands_that_all_count(case.M, case.N, case.K, case.M, octave)
+                out = bench.launch(case, drawn, dtype=case.dtype or "bf16")
+                assert_no_product_is_missing(out, drawn)
 
 
 @each(SUBJECTS, "sim")
@@ -277,4 +305,5 @@ def test_a_chain_of_overlapping_launches_reads_what_the_one_ahead_wrote(
 def test_weights_beyond_4_gib_are_addressed_rightly(bench: Bench) -> None:
     for M, K in bench.subject.beyond_4_gib:
         dtype = "fp32" if "fp32" in bench.subject.dtypes else "bf16"
-        bench.assert_close(*launch_beyond_4_gib(bench.kernel, M, K, dtype))
+        out, drawn = launch_beyond_4_gib(bench.kernel, M, K, dtype)
+        bench.assert_close(out, drawn, are_all=False)

@@ -42,6 +42,14 @@ from aiter_mx.target import Target
 
 PARAMS = (Param("ctas", tuple(range(1, 133)), "that stay and share all tiles"),)
 
+ACCUMULATION_ERROR = 2.0**-9
+"""Of the sum of the magnitudes of 128 products, of random payloads, which are added up with about
+14 bits; MOST_ACCUMULATION_ERROR bounds it for any: 127 of them may be cut off beside the first."""
+MOST_ACCUMULATION_ERROR = 2.0**-6
+RESCALING_ERROR = 2.0**-11
+"""Of the largest magnitude of its block of 32, what an element may change by under another scale:
+half of e4m3's least number, 2^-10, where the largest is still 2.0."""
+
 _ROWS = 128  # of a block of an operand, and of x and of w in a tile
 _STAGES = 6  # what shared memory has room for
 _SHARED_BYTES = _STAGES * 2 * _ROWS * CHUNK

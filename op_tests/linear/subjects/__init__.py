@@ -14,6 +14,7 @@ from op_tests.linear.subjects.wgmma_bf16_sm90 import (
     WGMMA_F16,
     WGMMA_F16_TILED,
 )
+from op_tests.linear.subjects.wgmma_fp8_rescaled_sm90 import WGMMA_FP8_RESCALED
 from op_tests.linear.subjects.wgmma_fp8_sm90 import WGMMA_FP8, WGMMA_FP8_TILED
 
 _SHAPES = [(1, 1, 32), (3, 40, 160), (17, 65, 1056), (150, 20, 64), (2, 16, 64)]
@@ -39,6 +40,7 @@ SUBJECTS = (
     MMA_RING,
     WGMMA_FP8,
     WGMMA_FP8_TILED,
+    WGMMA_FP8_RESCALED,
     WGMMA_BF16,
     WGMMA_BF16_FEW,
     WGMMA_BF16_SWAPPED,

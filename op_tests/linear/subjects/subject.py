@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from aiter_mx.kernels.spec import Config
 from op_tests import conformance
+from op_tests.linear.operands import Operands
+from op_tests.operands import Exponents
 
 
 class Case(NamedTuple):
@@ -57,6 +59,9 @@ class Subject(conformance.Subject):
         width: N and K for every M.
         with_bias: cases for every dtype of bias and result.
         accumulation_error: where sums have fewer bits than fp32's.
+        multiplied: what it multiplies in place of operands, where it rounds them.
+        rescaling_error: what an element of them changes by, of the largest of its block.
+        exponents: more ranges of scales to draw, where how near they are decides what is computed.
         underflow: what a block of 32 products may lose at the lower end of fp32.
         repeats: M, N, K and configuration of a thousand launches on two streams.
         chained: M of chains of overlapping launches; none where launches do not overlap.
@@ -74,6 +79,9 @@ class Subject(conformance.Subject):
     of_rows: Callable[[int], Config | None] = lambda M: None
     width: tuple[int, int] = (130, 1120)
     accumulation_error: float | None = None
+    multiplied: Callable[[Operands], Operands] | None = None
+    rescaling_error: float = 0.0
+    exponents: Sequence[Exponents] = ()
     underflow: float = 2.0**-126
     repeats: Sequence[tuple[int, int, int, Config | None]] = ()
     chained: Sequence[int] = ()
