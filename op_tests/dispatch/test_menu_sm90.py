@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
             cycles, config = wgmma_fp8_rescaled_sm90.cheapest(TARGET, Sizes(M, N, K))
             costs[cycles] = tuple(config.values())
         chosen = best(TARGET, M, N, K, exact)
-        assert chosen.cycles == min(costs) and costs[chosen.cycles] == chosen.values
+        assert chosen.cycles == min(costs)
+        assert chosen.cycles == inf or costs[chosen.cycles] == chosen.values
         out_dtype = "fp32" if exact else "bf16"
         taken = route("linear", TARGET, LinearProblem(M, N, K, out_dtype))
         if taken.kernel in (
@@ -51,7 +53,7 @@ def test_a_call_takes_what_is_the_fastest_of_a_menu_by_the_models(
         ):
             assert tuple(taken.config.values()) == chosen.values
             assert taken.kernel == chosen.kernel
-        else:
+        else:  # of few rows menus may have nothing
             assert taken.kernel == ("wgmma_fp8" if M <= 128 else "wgmma_bf16_swapped")
 
 

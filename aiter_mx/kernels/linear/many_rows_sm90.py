@@ -56,9 +56,7 @@ def work_of(chunks: int, tiles: int, pairs: int) -> Work:
 def works_of(most: int, chunks: int, tiles: Array) -> Work:
     """``work_of`` of so many tiles, with both numbers of those that ``sharers_that_suit``: one more
     dimension, the first."""
-    every, is_even = tiles * chunks, np.array([False, True]).reshape(2, *(1 for _ in tiles.shape))
-    even = np.floor(tiles / np.ceil(tiles / most)) * np.maximum(np.floor(most / tiles), 1)
-    sharers = np.minimum(every, np.where(is_even, even, most))
+    every, sharers = tiles * chunks, np.stack(sharers_that_suit_each(most, chunks, tiles))
     whole, shares = np.floor(tiles / sharers), every / sharers
     shared, share = whole * sharers < tiles, np.floor(shares)
     part = np.minimum(share, chunks)
@@ -80,6 +78,13 @@ def sharers_that_suit(most: int, chunks: int, tiles: int) -> tuple[int, int]:
     every = tiles * chunks
     even = tiles * (most // tiles) if tiles < most else tiles // -(-tiles // most)
     return min(every, most), min(every, even)
+
+
+def sharers_that_suit_each(most: int, chunks: int, tiles: Array) -> tuple[Array, Array]:
+    """``sharers_that_suit`` of each."""
+    every = tiles * chunks
+    even = np.floor(tiles / np.ceil(tiles / most)) * np.maximum(np.floor(most / tiles), 1)
+    return np.minimum(every, most), np.minimum(every, even)
 
 
 def cycles_of_pairs(

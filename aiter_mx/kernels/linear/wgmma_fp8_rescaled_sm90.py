@@ -15,7 +15,7 @@ import numpy as np
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.linear.fitted_sm90 import WGMMA_FP8_RESCALED as FITTED
-from aiter_mx.kernels.linear.many_rows_sm90 import Array, Work, sharers_that_suit, work_of, works_of
+from aiter_mx.kernels.linear.many_rows_sm90 import Array, sharers_that_suit, sharers_that_suit_each
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
     QUANTISED_MEANWHILE,
@@ -23,7 +23,7 @@ from aiter_mx.kernels.linear.problem import (
     LinearProblem,
     Sizes,
 )
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import chunks_of, shares
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares, chunks_of
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, up
 from aiter_mx.kernels.spec import (
@@ -58,6 +58,7 @@ _COUNTERS = 1024  # of parts of tiles that have ended
 _MOST_BEYOND_X = 64 << 20  # bytes of a workspace, beside x in bf16
 _MOST_CTAS = PARAMS[0].values[-1]
 _PART_BYTES = 2 * _MOST_CTAS * _ROWS * _ROWS * 4  # of sums: two parts of tiles of each
+_MOST_PARTS = 3  # of a tile that is shared, where whole tiles go before
 MIN_OWN_M = 257  # without a table
 _MILLION = 1e6
 
@@ -192,7 +193,7 @@ def _modules(index: int) -> tuple[Module, Module]:
 
     def scalars(target: Target, problem: LinearProblem, config: Config) -> tuple[int | float, ...]:
         tiles = _slice_of(problem, index).tiles(problem.M)
-        shared = shares(tiles, chunks_of(problem), _ctas(problem, config, index))
+        shared = shares_of(tiles, chunks_of(problem), _ctas(problem, config, index))
         return *_sizes(problem, index), DTYPE_CODES[problem.bias], *shared
 
     def operands(target: Target, problem: LinearProblem, config: Config) -> TensorMap:
@@ -229,15 +230,31 @@ def _in_turn(target: Target, problem: LinearProblem, config: Config) -> tuple[Mo
     return _launches_of(len(slices(problem.M, problem.N, problem.K)))
 
 
-def _cycles(M: Any, N: int, K: int, work: Work, tiles: Any) -> Any:
+def _rounds(tiles: Any, ctas: Any) -> Any:
+    """Of whole tiles, before what is left is shared: so many that a tile has few parts. As long as
+    CTAs multiply whole tiles, neighbours find in the L2 what the others have read."""
+    whole, left = tiles // ctas, tiles % ctas
+    return whole - ((whole > 0) & (left > 0) & (_MOST_PARTS * left < ctas))
+
+
+def shares_of(tiles: int, chunks: int, ctas: int) -> Shares:
+    """How CTAs share tiles."""
+    rounds = int(_rounds(tiles, ctas))
+    return Shares(rounds, *divmod((tiles - rounds * ctas) * chunks, ctas))
+
+
+def _cycles(M: Any, N: int, K: int, ctas: Any) -> Any:
     """A model of a call, see ``FITTED``: of a number of rows or an array of them."""
-    of = FITTED
-    chunks, across = -(-K // CHUNK), -(-N // _ROWS)
-    most = _most_blocks(M, K)
-    launches = of.start * np.where(most < 1, np.inf, -(-across // np.maximum(most, 1)))
-    shared = work.chunks * of.chunk + chunks * tiles * (of.balanced / _MOST_CTAS)
-    joined = work.segments * of.segment + work.parts * of.part + work.others * of.other
-    return launches + of.rescaled * (M + N) * K / _MILLION + shared + joined
+    of, chunks, across = FITTED, -(-K // CHUNK), -(-N // _ROWS)
+    tiles, room = -(-M // _ROWS) * across, _most_blocks(M, K)
+    launches = of.start * np.where(room < 1, np.inf, -(-across // np.maximum(room, 1)))
+    rounds = _rounds(tiles, ctas)
+    left = tiles - rounds * ctas  # tiles that are shared
+    parts = np.maximum(ctas / np.maximum(left, 1), 1)  # of one of these
+    shared = of.part + of.other * parts + of.segment * (1 + left / ctas)
+    busiest, balanced = -(-tiles * chunks // ctas), tiles * chunks / _MOST_CTAS
+    product = of.chunk * busiest + of.balanced * balanced + of.segment * rounds
+    return launches + of.rescaled * (M + N) * K / _MILLION + product + shared * (left > 0)
 
 
 def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
@@ -246,17 +263,15 @@ def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iter
     tiles = -(-M // _ROWS) * -(-N // _ROWS)
     widest = slices(M, N, K)[0].tiles(M) * chunks
     for ctas in {*sharers_that_suit(most, chunks, tiles)}:
-        work = work_of(chunks, tiles, ctas)
-        yield _cycles(M, N, K, work, tiles), (), (min(ctas, widest),)
+        yield float(_cycles(M, N, K, ctas)), (), (min(ctas, widest),)
 
 
 def costs_of_rows(target: Target, rows: Array, N: int, K: int) -> Array:
     """What so many rows take."""
     most, chunks = min(target.cu_num, _MOST_CTAS), -(-K // CHUNK)
     tiles = np.ceil(rows / _ROWS) * -(-N // _ROWS)
-    work = works_of(most, chunks, tiles)
-    found = np.minimum.reduce(_cycles(rows, N, K, work, tiles))
-    return np.where(rows < MIN_OWN_M, np.inf, found)
+    cycles = [_cycles(rows, N, K, ctas) for ctas in sharers_that_suit_each(most, chunks, tiles)]
+    return np.where(rows < MIN_OWN_M, np.inf, np.minimum(*cycles))
 
 
 _search = Search(PARAMS, _costs, most=4)
