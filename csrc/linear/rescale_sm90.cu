@@ -1,7 +1,8 @@
 // The launch ahead of wgmma_fp8_rescaled: the four blocks of 32 k of a step of 128 are put under
-// one scale, their largest, of a row of x, or of 128 rows of w. What a block's elements lose is at
-// most 2^-11 of its largest: a block whose largest would be below 2 keeps its own scale, and so do
-// all blocks of that step in those 128 rows. With MX_X x is bf16 or fp16, and quantised first.
+// one scale, the largest of a row of x, or of 128 rows of w. What a block's elements lose is at
+// most 2^-11 of its largest. If some block of w would lose more, that is, if its largest came below
+// 2, each row of these has a scale of its own; and if one would then still lose more, or one of x,
+// all blocks of the step keep theirs. With MX_X x is bf16 or fp16, and quantised first.
 //
 // Of w's `features` a slice is rescaled, up to N of them from `first_feature` on. Only with the
 // first slice is x rescaled: with others `first_block` is the first of w.
@@ -56,6 +57,13 @@ MX_DEVICE unsigned rescaled(unsigned word, unsigned factors) {
     return result;
 }
 
+// Whether a block of this largest magnitude, in e4m3, loses too much under another scale.
+MX_DEVICE bool loses(unsigned most, unsigned own, unsigned scale) {
+    const unsigned down = scale - own;
+    return scale < kLeastCommon || scale > kLastCommon ||
+           (most != 0 && down != 0 && most >> 3 < kTwo + down);
+}
+
 // A step of 128 rows of an operand, of `rows` in all.
 template <int Code, bool OfW>
 MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const unsigned char* s,
@@ -96,16 +104,21 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
         for (int i = 0; i < kWarps; ++i)
             top_of_all = max(top_of_all, tops[i]);
     }
-    bool apart = false;
+    // Whether blocks would lose too much under their row's scale, and under that of all rows.
+    bool apart = false, rows_apart = false;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-        const unsigned of_all = OfW ? top_of_all : top[i];
-        top[i] = of_all == 0 ? kOne : of_all - 1;
-        const unsigned down = top[i] - own[i].scale;
-        apart |= top[i] < kLeastCommon || top[i] > kLastCommon ||
-                 (most[i] != 0 && down != 0 && most[i] >> 3 < kTwo + down);
+        const unsigned of_row = top[i] == 0 ? kOne : top[i] - 1;
+        apart |= loses(most[i], own[i].scale, of_row);
+        rows_apart |= OfW && top_of_all != 0 && loses(most[i], own[i].scale, top_of_all - 1);
+        top[i] = of_row;
     }
     apart = __syncthreads_or(apart);
+    rows_apart = OfW && __syncthreads_or(rows_apart);
+    if (OfW && !rows_apart)
+#pragma unroll
+        for (int i = 0; i < kTurns; ++i)
+            top[i] = top_of_all == 0 ? kOne : top_of_all - 1;
     unsigned* const words = to.words() + static_cast<long>(step) * to.words_of_step();
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
@@ -128,7 +141,8 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
             words[row] = scales;
     }
     if (threadIdx.x == 0)
-        reinterpret_cast<float*>(words)[to.rows() + to_row / to.kRows] = apart ? 0.0f
+        reinterpret_cast<float*>(words)[to.rows() + to_row / to.kRows] = apart        ? 0.0f
+                                                                         : rows_apart ? -1.0f
                                                                          : OfW ? e8m0_to_f32(top[0])
                                                                                : 1.0f;
 }

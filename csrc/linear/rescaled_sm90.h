@@ -5,9 +5,9 @@
 //   payload   [rows, K]
 //   for each step words, a multiple of 4:
 //     scales  [rows]    those of four blocks, which are alike where they can be
-//     common  [blocks]  of x 1 and of w the scale that all its rows have, in fp32; 0 where blocks
-//     of
-//                       32 k keep scales of their own
+//     common  [blocks]  in fp32: of x 1, of w the scale that all its rows have, or -1 where each
+//     row
+//                       has one of its own; 0 where blocks of 32 k keep theirs
 //   ended     counters of parts of tiles, cleared
 //   sums      of parts of tiles
 //

@@ -69,8 +69,8 @@ MX_DEVICE Tile tile_of(const Args& a, int number) {
 // products has to know whether all have a scale in common.
 struct Scales {
     unsigned row; // of a step
-    float common; // what all its rows and columns have in common, or 0
-    bool apart;   // whether it is 0; the same for all warps that have these rows
+    float common; // of x times of w, see RescaledOperands
+    bool apart;   // whether it is no scale; the same for all warps that have these rows
 
     MX_MEMBER Scales(const RescaledOperands& of, long row, long w_row, int first)
         : of_row(of.words() + row), of_x(of.words() + of.rows() + row / kTile),
@@ -82,7 +82,7 @@ struct Scales {
     MX_MEMBER void next(unsigned words) {
         row = loaded_row;
         common = loaded_x * loaded_w;
-        apart = __any_sync(~0u, common == 0); // so that ptxas sees that all lanes go the same way
+        apart = __any_sync(~0u, common <= 0); // so that ptxas sees that all lanes go the same way
         at += words;
         load();
     }
@@ -148,20 +148,19 @@ struct Consumer {
             const unsigned x_at = x.low + stage * (kStageBytes / 16);
             const unsigned w_at = w.low + stage * (kStageBytes / 16);
             if (__builtin_expect(scales.apart, false)) {
-                add_blocks(sums, x_at, w_at, scales.of(0), scales.of(1),
-                           columns + (s.first_chunk + s.chunks - left) * static_cast<long>(pitch));
+                const int step = s.first_chunk + s.chunks - left;
+                const Apart step_apart{scales.of(0), scales.of(1),
+                                       columns + static_cast<long>(step) * pitch};
+                if (__any_sync(~0u, scales.common < 0))
+                    add_rows(sums, x_at, w_at, step_apart);
+                else
+                    add_blocks(sums, x_at, w_at, step_apart);
                 scales.next(left > 2 ? pitch : 0);
                 release(stage);
                 continue;
             }
             float products[kValues];
-            wgmma_fence();
-            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
-#pragma unroll
-            for (int k = 1; k < kStepK / 32; ++k)
-                wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
-                                SwizzledDescriptor::of(w_at + 2 * k));
-            wgmma_commit();
+            multiply_step(products, x_at, w_at);
             const float upper = scales.common * e8m0_to_normal(scales.of(0));
             const float lower = scales.common * e8m0_to_normal(scales.of(1));
             scales.next(left > 2 ? pitch : 0);
@@ -222,22 +221,63 @@ struct Consumer {
         return bits_to_float((scales & 0xff) << 23);
     }
 
+    MX_MEMBER static void multiply_step(float (&products)[kValues], unsigned x_at, unsigned w_at) {
+        wgmma_fence();
+        wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
+#pragma unroll
+        for (int k = 1; k < kStepK / 32; ++k)
+            wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
+                            SwizzledDescriptor::of(w_at + 2 * k));
+        wgmma_commit();
+    }
+
+    // Scales of a step in which not all of w's rows have one in common: of both rows of x, and
+    // where those of this lane's columns begin, two of each eight.
+    struct Apart {
+        unsigned upper, lower;
+        const unsigned* columns;
+
+        MX_MEMBER uint2 of_piece(int piece) const {
+            return __ldg(reinterpret_cast<const uint2*>(columns + 8 * piece));
+        }
+    };
+
+    // Adds the products of a step whose rows have scales of their own.
+    MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
+                            const Apart& of) const {
+        float products[kValues];
+        multiply_step(products, x_at, w_at);
+        const float of_rows[2] = {e8m0_to_normal(of.upper), e8m0_to_normal(of.lower)};
+        wgmma_wait<0>();
+        keep_in_order(products);
+#pragma unroll
+        for (int piece = 0; piece < kTile / 8; ++piece) {
+            const uint2 scales = of.of_piece(piece);
+            const float of_columns[2] = {e8m0_to_normal(scales.x), e8m0_to_normal(scales.y)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& sum = sums[place(4 * piece + i)];
+                sum = mx::fma(products[4 * piece + i] * of_columns[i % 2], of_rows[i / 2], sum);
+            }
+        }
+    }
+
     // Adds the products of a step whose blocks have scales of their own.
-    MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at, unsigned upper,
-                              unsigned lower, const unsigned* columns) const {
+    MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
+                              const Apart& of) const {
 #pragma unroll 1
         for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
             float products[kValues];
             wgmma_fence();
             wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
             wgmma_commit();
-            const unsigned of_rows[2] = {upper >> 8 * k & 0xff, lower >> 8 * k & 0xff};
+            const unsigned of_rows[2] = {of.upper >> 8 * k & 0xff, of.lower >> 8 * k & 0xff};
             wgmma_wait<0>();
             keep_in_order(products);
 #pragma unroll
             for (int piece = 0; piece < kTile / 8; ++piece) {
-                const uint2 of = __ldg(reinterpret_cast<const uint2*>(columns + 8 * piece));
-                const unsigned of_columns[2] = {of.x >> 8 * k & 0xff, of.y >> 8 * k & 0xff};
+                const uint2 scales = of.of_piece(piece);
+                const unsigned of_columns[2] = {scales.x >> 8 * k & 0xff, scales.y >> 8 * k & 0xff};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const unsigned both = of_rows[i / 2] + of_columns[i % 2]; // 2^(both - 254)
