@@ -11,6 +11,7 @@ from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
 from aiter_mx.kernels.linear.wgmma_f16_tiled_sm90 import EXPAND_X, WGMMA_F16_TILED
+from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import WGMMA_FP8_RESCALED
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import WGMMA_FP8
 from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.moe_align import MoeAlignProblem
@@ -80,4 +81,12 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
         found[name] = (over_f16, tiled, config)
     unquantised = replace(tiled, x_dtype="bf16")
     found["linear/wgmma_bf16_x_sm90.cu that quantises"] = (EXPAND_X, unquantised, config)
+    rescale, rescaled = WGMMA_FP8_RESCALED.modules
+    many = LinearProblem(2048, 4096, 4096)
+    config = WGMMA_FP8_RESCALED.configure(SM90, many)
+    for x_dtype in ("bf16", "fp16"):
+        name = f"linear/rescale_sm90.cu that quantises {x_dtype}"
+        found[name] = (rescale, replace(many, x_dtype=x_dtype), config)
+    of_fp16 = replace(many, out_dtype="fp16")
+    found["linear/wgmma_fp8_rescaled_sm90.cu to fp16"] = (rescaled, of_fp16, config)
     return found
