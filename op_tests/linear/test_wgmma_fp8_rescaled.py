@@ -15,7 +15,7 @@ import torch
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.problem import Sizes
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares, shares
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares
 from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
     ACCUMULATION_ERROR,
     MIN_OWN_M,
@@ -24,6 +24,7 @@ from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
     Slice,
     cheapest,
     costs_of_rows,
+    shares_of,
     slices,
 )
 from aiter_mx.kernels.registry import find_kernel
@@ -92,7 +93,7 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
         RESCALED.check_config(chosen)
         assert RESCALED.misfit(TARGET, LinearProblem(M, N, K), chosen) is None
         tiles, chunks, ctas = -(-M // 128) * -(-N // 128), chunks_of(K), chosen["ctas"]
-        of = shares(tiles, chunks, ctas)
+        of = shares_of(tiles, chunks, ctas)
         rounds.add(min(of.rounds, 2))
         sharing.add((of.part > 0, of.parts_with_one_more > 0))
         every = [(cta, s) for cta in range(ctas) for s in segments(of, ctas, cta, chunks)]
@@ -100,7 +101,7 @@ def test_cases_fit_and_reach_what_differs_between_configurations() -> None:
         before |= {min(count - 1, 3) for count in per_tile.values()}
         within = Counter(cta for cta, (tile, *_) in every if tile >= of.rounds * ctas)
         tiles_of_share |= {*within.values()}
-    assert rounds == {0, 1, 2} and len(sharing) == 3
+    assert rounds == {0, 1, 2} and len(sharing) == 4
     assert before == {0, 1, 2, 3}  # other parts of a tile
     assert tiles_of_share >= {1, 2, 3}
     assert {case.K % 128 // 32 for case in CASES} == {0, 1, 2, 3}
@@ -233,16 +234,16 @@ def test_each_slice_has_a_pair_of_launches(x_dtype: str, pdl: bool) -> None:
         assert geometry.grid == ((x_blocks + w_blocks - first_block) * chunks, 1, 1)
         assert geometry.overlaps == (pdl and i == 0)  # others would write what is still read
         scalars = ahead.scalars(TARGET, problem, config)
-        assert scalars == (M, each.features, K, each.first, first_block)
+        assert scalars == (M, found[0].features, K, N, each.first, first_block)
 
         geometry = product.geometry(TARGET, problem, config)
         assert geometry.grid == (50, 1, 1) and geometry.overlaps
         *sizes, bias, rounds, part, more = product.scalars(TARGET, problem, config)
-        assert sizes == [M, each.features, K, N, each.first] and bias == 2
-        assert (rounds, part, more) == shares(x_blocks * w_blocks, chunks, 50)
+        assert sizes == [M, found[0].features, K, N, each.first] and bias == 2  # laid out alike
+        assert (rounds, part, more) == shares_of(x_blocks * w_blocks, chunks, 50)
         (described,) = (of(TARGET, problem, config) for of in product.tensor_maps)
         assert described.pointer == place_of(product.args, "workspace")
-        assert (described.rows, described.row_bytes) == (128 * (x_blocks + w_blocks), K)
+        assert (described.rows, described.row_bytes) == (128 * found[0].blocks(M), K)
         assert (described.box_rows, described.box_bytes) == (128, 128)
     defines = [[m.defines(TARGET, problem, config) for m in launches[i::2]] for i in (0, 1)]
     assert all(of == each[0] for each in defines for of in each)  # no further code objects
@@ -268,7 +269,7 @@ def test_shares_are_each_chunk_of_each_tile_once() -> None:
     for _ in range(300):
         tiles, chunks = draw.choice([1, 2, 5, draw.randint(1, 700)]), draw.randint(1, 60)
         ctas = min(draw.choice([1, 2, draw.randint(1, 132), 132]), tiles * chunks)
-        of = shares(tiles, chunks, ctas)
+        of = shares_of(tiles, chunks, ctas)
         every = [(cta, s) for cta in range(ctas) for s in segments(of, ctas, cta, chunks)]
         taken = np.zeros((tiles, chunks), int)
         for _, (tile, first, length) in every:
