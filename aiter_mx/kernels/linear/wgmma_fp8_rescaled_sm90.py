@@ -6,9 +6,10 @@ them loses by it what a result would show; other blocks keep theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -243,40 +244,45 @@ def shares_of(tiles: int, chunks: int, ctas: int) -> Shares:
     return Shares(rounds, *divmod((tiles - rounds * ctas) * chunks, ctas))
 
 
-def _cycles(M: Any, N: int, K: int, ctas: Any) -> Any:
-    """A model of a call, see ``FITTED``: of a number of rows or an array of them."""
-    of, chunks, across = FITTED, -(-K // CHUNK), -(-N // _ROWS)
-    tiles, room = -(-M // _ROWS) * across, _most_blocks(M, K)
-    launches = of.start * np.where(room < 1, np.inf, -(-across // np.maximum(room, 1)))
+def _cycles(M: Any, N: int, K: int, count: Any, ctas: Any, larger: Callable[..., Any]) -> Any:
+    """A model of a call of so many slices, see ``FITTED``: of a number of rows, where `larger` is
+    ``max``, or of an array of them."""
+    of, chunks = FITTED, -(-K // CHUNK)
+    tiles = -(-M // _ROWS) * -(-N // _ROWS)
     rounds = _rounds(tiles, ctas)
     left = tiles - rounds * ctas  # tiles that are shared
-    parts = np.maximum(ctas / np.maximum(left, 1), 1)  # of one of these
+    parts = larger(ctas / larger(left, 1), 1)  # of one of these
     shared = of.part + of.other * parts + of.segment * (1 + left / ctas)
     busiest, balanced = -(-tiles * chunks // ctas), tiles * chunks / _MOST_CTAS
     product = of.chunk * busiest + of.balanced * balanced + of.segment * rounds
-    return launches + of.rescaled * (M + N) * K / _MILLION + product + shared * (left > 0)
+    ahead = of.start * count + of.rescaled * (M + N) * K / _MILLION
+    return ahead + product + shared * (left > 0)
 
 
 def _costs(target: Target, problem: LinearProblem | Sizes, least: Least) -> Iterator[Costed]:
     M, N, K = problem.M, problem.N, problem.K
     most, chunks = min(target.cu_num, _MOST_CTAS), -(-K // CHUNK)
-    tiles = -(-M // _ROWS) * -(-N // _ROWS)
+    across, room = -(-N // _ROWS), _most_blocks(M, K)
+    tiles, count = -(-M // _ROWS) * across, -(-across // room) if room >= 1 else inf
     widest = slices(M, N, K)[0].tiles(M) * chunks
     for ctas in {*sharers_that_suit(most, chunks, tiles)}:
-        yield float(_cycles(M, N, K, ctas)), (), (min(ctas, widest),)
+        yield _cycles(M, N, K, count, ctas, max), (), (min(ctas, widest),)
 
 
 def costs_of_rows(target: Target, rows: Array, N: int, K: int) -> Array:
     """What so many rows take."""
     most, chunks = min(target.cu_num, _MOST_CTAS), -(-K // CHUNK)
-    tiles = np.ceil(rows / _ROWS) * -(-N // _ROWS)
-    cycles = [_cycles(rows, N, K, ctas) for ctas in sharers_that_suit_each(most, chunks, tiles)]
-    return np.where(rows < MIN_OWN_M, np.inf, np.minimum(*cycles))
+    across, room = -(-N // _ROWS), _most_blocks(rows, K)
+    count = np.where(room < 1, inf, -(-across // np.maximum(room, 1)))
+    ctas = np.stack(sharers_that_suit_each(most, chunks, np.ceil(rows / _ROWS) * across))
+    cycles = np.minimum.reduce(_cycles(rows, N, K, count, ctas, np.maximum))
+    return np.where(rows < MIN_OWN_M, inf, cycles)
 
 
 _search = Search(PARAMS, _costs, most=4)
 
 
+@lru_cache(maxsize=1024)  # kernels that may yield to it ask again
 def cheapest(target: Target, sizes: Sizes) -> tuple[float, Config]:
     """The choice without a table, and its cycles."""
     found = _search.cheapest(target, sizes)
