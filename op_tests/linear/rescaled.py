@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from aiter_mx.kernels.linear import wgmma_fp8_rescaled_sm90
 from op_tests.linear.operands import Operands
 from op_tests.mx_reference import BLOCK, NAN_SCALE
 
-ROWS = 128  # that keep scales of their own together, and of w have one together
+ROWS = 128  # that keep scales of their own together
 STEP = 4  # blocks of 32 k
 LEAST_FIELD = 8  # exponent field of 2.0 in e4m3
 LEAST_SCALE, LAST_SCALE = 77, 177  # that operands may have in common
 ONE, NAN = 127, 0x7F  # a scale, and a payload
+TOGETHER, BY_ROWS, BY_BLOCKS = range(3)
+"""What a step's scales are of: 128 rows (of x, a row), a row of w, or 32 k of a row."""
 
 
 class Rescaled(NamedTuple):
@@ -24,12 +30,12 @@ class Rescaled(NamedTuple):
     Attributes:
         payload: e4m3 ``[rows, K]``.
         scale: uint8 ``[rows, K // 32]``.
-        apart: ``[blocks of 128 rows, steps]``, where blocks of 32 k keep scales of their own.
+        form: ``[blocks of 128 rows, steps]``: what scales are of.
     """
 
     payload: Tensor
     scale: Tensor
-    apart: Tensor
+    form: Tensor
 
 
 def rescaled(payload: Tensor, scale: Tensor, of_w: bool) -> Rescaled:
@@ -40,26 +46,33 @@ def rescaled(payload: Tensor, scale: Tensor, of_w: bool) -> Rescaled:
     nan = scale == NAN_SCALE
     codes[nan] = NAN
     codes = pad(codes, (0, 0, *more))
-    own = pad(torch.where(nan, ONE, scale.int()), more, value=ONE)
-    largest = (codes & 0x7F).amax(-1).int().masked_fill(pad(nan, more), 0)
-
+    padded = pad(torch.where(nan, ONE, scale.int()), more, value=ONE)
     # [blocks of rows, rows, steps, blocks of k]
-    shape = (own.shape[0] // ROWS, ROWS, own.shape[1] // STEP, STEP)
-    counted = torch.where(largest == 0, -1, own).view(shape)
-    top = counted.amax((1, 3) if of_w else 3, keepdim=True)
-    top = torch.where(top < 0, ONE, top).expand(shape)
-    down = torch.where(largest.view(shape) == 0, 0, top - own.view(shape))
-    loses = (down > 0) & (largest.view(shape) // 8 < LEAST_FIELD + down)
-    apart = ((top < LEAST_SCALE) | (top > LAST_SCALE) | loses).any(3).any(1)
+    shape = (padded.shape[0] // ROWS, ROWS, padded.shape[1] // STEP, STEP)
+    own = padded.view(shape)
+    largest = (codes & 0x7F).amax(-1).int().masked_fill(pad(nan, more), 0).view(shape)
 
-    kept = apart[:, None, :, None].expand(shape)
+    def lose(scales: Tensor) -> Tensor:
+        down = scales - own
+        less = (largest > 0) & (down > 0) & (largest // 8 < LEAST_FIELD + down)
+        outside = (scales < LEAST_SCALE) | (scales > LAST_SCALE)
+        return (outside | less).any(3, keepdim=True).any(1, keepdim=True)
+
+    of_row = torch.where(largest == 0, -1, own).amax(3, keepdim=True)
+    of_all = of_row.amax(1, keepdim=True)
+    top, of_all = (torch.where(each < 0, ONE, each).expand(shape) for each in (of_row, of_all))
+    by_blocks = lose(top)
+    by_rows = lose(of_all) & of_w
+    top = torch.where(by_rows, top, of_all) if of_w else top
+    down = torch.where(largest == 0, 0, top - own).view(padded.shape)
+    kept = by_blocks.expand(shape).reshape(padded.shape)
     values = codes.view(torch.float8_e4m3fn).float()
-    shrunk = torch.ldexp(values, -down.reshape(own.shape)[..., None]).to(torch.float8_e4m3fn)
-    here = kept.reshape(own.shape)
-    codes = torch.where(here[..., None], codes, shrunk.view(torch.uint8))
-    scales = torch.where(here, own, top.reshape(own.shape)).to(torch.uint8)
-    codes, scales = codes[:rows, :blocks], scales[:rows, :blocks]
-    return Rescaled(codes.reshape(payload.shape).view(payload.dtype), scales.contiguous(), apart)
+    shrunk = torch.ldexp(values, -down[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(kept[..., None], codes, shrunk)[:rows, :blocks]
+    scales = torch.where(kept, padded, top.reshape(padded.shape))[:rows, :blocks]
+    form = torch.where(by_blocks, BY_BLOCKS, torch.where(by_rows, BY_ROWS, TOGETHER))
+    codes = codes.reshape(payload.shape).view(payload.dtype)
+    return Rescaled(codes, scales.to(torch.uint8).contiguous(), form[:, 0, :, 0])
 
 
 def both_rescaled(drawn: Operands) -> Operands:
@@ -69,8 +82,18 @@ def both_rescaled(drawn: Operands) -> Operands:
     return x.payload, x.scale, w.payload, w.scale
 
 
-def steps_apart(drawn: Operands) -> Tensor:
-    """``[blocks of x, blocks of w, steps]``: where products are scaled 32 k at a time."""
+def forms_of(drawn: Operands) -> Tensor:
+    """``[blocks of x, blocks of w, steps]``: how products are scaled."""
     xq, xs, wq, ws = drawn
-    of_x, of_w = rescaled(xq, xs, False).apart, rescaled(wq, ws, True).apart
-    return of_x[:, None] | of_w[None]
+    of_x, of_w = rescaled(xq, xs, False).form, rescaled(wq, ws, True).form
+    return torch.maximum(of_x[:, None], of_w[None])
+
+
+@contextmanager
+def in_slices_of(blocks: int) -> Iterator[None]:
+    """As where a workspace had room for so many blocks of w."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wgmma_fp8_rescaled_sm90, "_most_blocks", lambda M, K: blocks)
+        wgmma_fp8_rescaled_sm90.slices.cache_clear()
+        yield
+    wgmma_fp8_rescaled_sm90.slices.cache_clear()

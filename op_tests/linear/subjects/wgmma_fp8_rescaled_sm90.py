@@ -9,7 +9,8 @@ from op_tests.linear.subjects.subject import Subject, cases
 
 _CTAS = ("ctas",)
 NEAR = (-2, 3)
-"""Exponents of scales of which some steps can be under one, and others cannot."""
+LESS_NEAR = (-3, 3)
+"""Exponents of scales: many steps can be under one of 128 rows, or under one of a row; few can."""
 
 # Between them: one tile and many, whose last rows are of both warpgroups and of the first alone,
 # features that no tile divides, whole eights of them and odd ones, K that ends after one, two and
@@ -83,7 +84,7 @@ WGMMA_FP8_RESCALED = Subject(
     accumulation_error=rescaled.ACCUMULATION_ERROR,
     multiplied=both_rescaled,
     rescaling_error=rescaled.RESCALING_ERROR,
-    exponents=[NEAR],
+    exponents=[NEAR, LESS_NEAR],
     repeats=[(M, *w, None) for M in (300, 2048) for w in ((2304, 6144), (6144, 1536))],
     chained=(129, 520),
     beyond_4_gib=[(65, 6176)],
