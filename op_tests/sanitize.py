@@ -40,6 +40,8 @@ SUITES = ("linear", "moe", "grouped", "training", "quantize")
 TESTS = (
     *(f"op_tests/{suite}/test_conformance.py" for suite in SUITES),
     "op_tests/linear/test_fused.py",
+    "op_tests/linear/test_rescaling.py",
+    "op_tests/linear/test_wgmma_fp8_rescaled_gpu.py",
     "op_tests/grouped/test_promoted.py",
     "op_tests/grouped/test_runs.py",
     "op_tests/moe/test_reblock_sm90.py",
