@@ -76,14 +76,17 @@ def _of(suite: str, kernel: str, source: str, *mistakes: tuple[str, ...]) -> lis
     ]
 
 
-LINEAR, MOE, GROUPED, PROMOTED = (
+LINEAR, RESCALING, RESCALED, MOE, GROUPED, PROMOTED = (
     "op_tests/linear/test_conformance.py",
+    "op_tests/linear/test_rescaling.py",
+    "op_tests/linear/test_wgmma_fp8_rescaled_gpu.py",
     "op_tests/moe/test_conformance.py",
     "op_tests/grouped/test_conformance.py",
     "op_tests/grouped/test_promoted.py",
 )
 BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
 FAR, BIASES = "test_scales_over_their_whole_range", "test_outputs_and_biases"
+AHEAD = "test_the_launch_ahead"
 MISTAKES = [
     *_of(
         *(LINEAR, "gemv", "linear/gemv.h"),
@@ -127,6 +130,120 @@ MISTAKES = [
             "scales of half their size",
             "static_cast<unsigned>(exponent + 127) << 23",
             "static_cast<unsigned>(exponent + 126) << 23",
+        ),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_f16_tiled", "linear/wgmma_bf16_sm90.cu"),
+        ("large scales not noticed", "most = max_halves(most, halves);", "", FAR),
+        (
+            "factors of half their size",
+            "f16_factors = F16Factors(reference, kOfSampled);",
+            "f16_factors = F16Factors(reference, kOfSampled - 1);",
+        ),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_f16_tiled", "include/sm90/f16_relative.h"),
+        (
+            "every scale taken as covered",
+            "return scale - reference + exponent - 1 < kF16Scales;",
+            "return true;",
+            FAR,
+        ),
+    ),
+    *_of(
+        *(RESCALING, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        ("blocks below 2 rescaled", "kTwo = 8;", "kTwo = 7;", AHEAD),
+        (
+            "scales at the ends of fp32 rescaled",
+            "scale < kLeastCommon || scale > kLastCommon ||",
+            "",
+            AHEAD,
+        ),
+        ("scale of other rows", "max(top_of_all, tops[i])", "max(top_of_all, tops[0])", AHEAD),
+        (
+            "rows of w always together",
+            "rows_apart |= OfW && top_of_all != 0 &&",
+            "rows_apart |= false &&",
+            AHEAD,
+        ),
+        ("k past the end counted", "if (row < rows && k < to.K)", "if (row < rows)", AHEAD),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        ("factors of half their size", "(15 - down << 10)", "(14 - down << 10)"),
+        (
+            "NaN scales not noticed",
+            "if (own[i].scale == kNanScale)",
+            "if (false)",
+            "test_a_nan_scale",
+        ),
+    ),
+    *_of(
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        ("payload of the first slice for all", "wq + first_feature * K", "wq", "test_slices"),
+    ),
+    *_of(
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
+        (
+            "scales of blocks taken for those of rows",
+            "if (__any_sync(~0u, scales.common < 0))",
+            "if (true)",
+            "test_steps_of_each_form",
+        ),
+        (
+            "bias of the first slice for all",
+            "load_bias(a.bias, a.bias_kind, a.first_feature + column)",
+            "load_bias(a.bias, a.bias_kind, column)",
+            "test_slices",
+        ),
+        (
+            "parts before the own one added one by one",
+            "if (of.cluster - first <= 1)",
+            "if (of.cluster - first <= 200)",
+            "test_shared_tiles",
+        ),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
+        (
+            "scales of steps that have none in common ignored",
+            "if (__builtin_expect(scales.apart, false)) {",
+            "if (false) {",
+        ),
+        (
+            "scale of the upper row for the lower one",
+            "lower = scales.common * e8m0_to_normal(scales.of(1));",
+            "lower = scales.common * e8m0_to_normal(scales.of(0));",
+        ),
+        ("scale of the next block", "of.lower >> 8 * k & 0xff", "of.lower >> 8 * (k ^ 1) & 0xff"),
+        (
+            "parts of both warpgroups counted together",
+            "of.shared_tile(s) * kConsumers + index;",
+            "of.shared_tile(s) * kConsumers;",
+        ),
+        (
+            "last eight features not stored",
+            "if (row + 8 * i < a.of.M && column < a.N)",
+            "if (row + 8 * i < a.of.M && column + 8 < a.N)",
+        ),
+        (
+            "bias of another column",
+            "const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.N - 1);",
+            "const long column = min(n + 8 * piece + lane % 4 * 2, a.N - 1);",
+            BIASES,
+        ),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/shares_sm90.h"),
+        (
+            "last chunks left out",
+            "return cluster * part + min(cluster, parts_with_one_more);",
+            "return cluster * part;",
+        ),
+        (
+            "all parts of a CTA in one place",
+            "return 2 * cluster + (share_begin(cluster) > tile_begin ? 0 : 1);",
+            "return 2 * cluster;",
         ),
     ),
     *_of(

@@ -16,10 +16,9 @@ from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
     RESCALING_ERROR,
     slices,
 )
-from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.launch import bind_module
 from aiter_mx.target import target_of
-from op_tests.conformance import DTYPES
+from op_tests.conformance import NAMES, Bench, bench_of, each
 from op_tests.dispatch.products import KINDS, draws, hopper_sums
 from op_tests.launches import poisoned
 from op_tests.linear.operands import Operands, operands
@@ -37,7 +36,7 @@ from op_tests.linear.rescaled import (
     in_slices_of,
     rescaled,
 )
-from op_tests.linear.subjects.wgmma_fp8_rescaled_sm90 import NEAR
+from op_tests.linear.subjects.wgmma_fp8_rescaled_sm90 import NEAR, WGMMA_FP8_RESCALED
 from op_tests.mx_reference import (
     NAN_SCALE,
     assert_close_to_reference,
@@ -48,7 +47,7 @@ from op_tests.mx_reference import (
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 Draw = Callable[[int, int, torch.Generator], Operand]
-RESCALED = find_kernel("linear", "sm_90a", "hip", "wgmma_fp8_rescaled")
+bench = bench_of(Bench)
 
 
 def single_values(rows: int, K: int, generator: torch.Generator) -> Operand:
@@ -91,6 +90,13 @@ def of_normal(rows: int, K: int, generator: torch.Generator) -> Operand:
     return payload.view(rows, K), (exponent[..., 0] + 127).to(torch.uint8)
 
 
+def of_rows_of_sizes(rows: int, K: int, generator: torch.Generator) -> Operand:
+    """Likewise, of rows that are larger by four and four, and more so in every second step."""
+    payload, scale = of_normal(rows, K, generator)
+    size = torch.arange(rows)[:, None] // 4 % 4 * (1 + torch.arange(K // 32) // 4 % 2 * 3)
+    return payload, scale + size.to(torch.uint8)
+
+
 EVERY = {TOGETHER, BY_ROWS, BY_BLOCKS}
 FORMS: dict[Draw, tuple[set[int], set[int]]] = {  # of x and of w, that are drawn for certain
     of_random: ({TOGETHER, BY_BLOCKS}, EVERY),
@@ -98,11 +104,12 @@ FORMS: dict[Draw, tuple[set[int], set[int]]] = {  # of x and of w, that are draw
     with_outliers: ({TOGETHER, BY_BLOCKS}, {BY_BLOCKS}),
     with_zeros: ({TOGETHER}, {TOGETHER}),
     single_values: ({BY_BLOCKS}, {BY_BLOCKS}),
+    of_rows_of_sizes: ({TOGETHER}, {TOGETHER, BY_ROWS}),
 }
 
 
 @pytest.mark.parametrize("of_w", [False, True])
-@pytest.mark.parametrize("draw", [of_random, of_normal, with_outliers, with_zeros, single_values])
+@pytest.mark.parametrize("draw", FORMS)
 def test_an_element_changes_by_no_more_than_is_stated(draw: Draw, of_w: bool) -> None:
     seen, most = set(), 0.0
     for seed in range(6):
@@ -238,45 +245,45 @@ class Memory:
         assert torch.equal(self.common[first // ROWS : last // ROWS], common)
 
 
-def assert_launched_ahead(x: torch.Tensor | Operand, w: Operand) -> None:
+def assert_launched_ahead(bench: Bench, x: torch.Tensor | Operand, w: Operand) -> None:
     """Each slice's launch alone leaves what is said here of it, and x where it was."""
     unquantised = isinstance(x, torch.Tensor)
     (M, K), N = (x if unquantised else x[0]).shape, len(w[0])
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    problem = LinearProblem(M, N, K, x_dtype=names[x.dtype] if unquantised else "e4m3")
+    problem = LinearProblem(M, N, K, x_dtype=NAMES[x.dtype] if unquantised else "e4m3")
     of_x = rescaled(*(aiter_mx.quantize(x) if unquantised else x), False)
-    device, config = torch.cuda.current_device(), {"ctas": 1}
-    target = target_of(torch.device("cuda", device))
-    room = RESCALED.workspace_bytes(target, problem, config)
-    memory = poisoned((room,), torch.uint8, "cuda")
-    there = [t.cuda() for t in ((x,) if unquantised else x)]
-    tensors = [*there, *([None] if unquantised else []), *(t.cuda() for t in w), None, None, memory]
-    launches = RESCALED.launches(target, problem, config)[::2]
+    kernel, device, config = bench.kernel, bench.device, {"ctas": 1}
+    target = target_of(device)
+    room = kernel.workspace_bytes(target, problem, config)
+    memory = poisoned((room,), torch.uint8, device)
+    there = [t.to(device) for t in ((x,) if unquantised else x)]
+    xs = [None] if unquantised else []
+    tensors = [*there, *xs, *(t.to(device) for t in w), None, None, memory]
+    launches = kernel.launches(target, problem, config)[::2]
     x_blocks = -(-M // ROWS)
-    for each, module in zip(slices(M, N, K), launches, strict=True):
-        run = bind_module(RESCALED, module, target, problem, config, device)
+    for one, module in zip(slices(M, N, K), launches, strict=True):
+        run = bind_module(kernel, module, target, problem, config, device.index)
         run(tensors, [0 if t is None else t.data_ptr() for t in tensors])
         held = Memory(memory.cpu(), slices(M, N, K)[0].blocks(M), K)
         held.assert_holds(of_x, 0, False)  # which the first of them made
-        some = slice(each.first, each.first + each.features)
+        some = slice(one.first, one.first + one.features)
         of_w = rescaled(w[0].view(torch.uint8)[some].view(w[0].dtype), w[1][some], True)
         held.assert_holds(of_w, x_blocks * ROWS, True)
         assert not held.ended.any()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("draw", [of_random, of_normal, with_outliers, with_zeros, single_values])
-def test_the_launch_ahead_rescales_as_is_said_here(draw: Draw) -> None:
+@each((WGMMA_FP8_RESCALED,))
+@pytest.mark.parametrize("draw", FORMS)
+def test_the_launch_ahead_rescales_as_is_said_here(bench: Bench, draw: Draw) -> None:
     for seed, (M, N, K) in enumerate(
         [(1, 3, 32), (130, 300, 1120), (257, 128, 608), (64, 520, 4096)]
     ):
         generator = torch.Generator().manual_seed(seed)
-        assert_launched_ahead(draw(M, K, generator), draw(N, K, generator))
+        assert_launched_ahead(bench, draw(M, K, generator), draw(N, K, generator))
 
 
-@pytest.mark.gpu
+@each((WGMMA_FP8_RESCALED,))
 @pytest.mark.sanitized
-def test_the_launch_ahead_keeps_scales_of_any_size_and_nan() -> None:
+def test_the_launch_ahead_keeps_scales_of_any_size_and_nan(bench: Bench) -> None:
     for seed, exponents in enumerate([(-127, 127), (-52, -48), (48, 52), (-6, 6), (0, 0)]):
         x = random_mx(140, 352, torch.Generator().manual_seed(seed), scale_exponents=exponents)
         w = random_mx(
@@ -285,26 +292,26 @@ def test_the_launch_ahead_keeps_scales_of_any_size_and_nan() -> None:
             nan_payload=1e-4,
             nan_scale=1e-2,
         )
-        assert_launched_ahead(x, w)
-        assert_launched_ahead((w[0].clone(), w[1]), x)
+        assert_launched_ahead(bench, x, w)
+        assert_launched_ahead(bench, (w[0].clone(), w[1]), x)
 
 
-@pytest.mark.gpu
+@each((WGMMA_FP8_RESCALED,))
 @pytest.mark.sanitized
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_launch_ahead_quantises_first(dtype: torch.dtype) -> None:
+def test_the_launch_ahead_quantises_first(bench: Bench, dtype: torch.dtype) -> None:
     for seed, span in enumerate((0, 1, 2, 8)):
         generator = torch.Generator().manual_seed(seed)
         sizes = torch.randint(-span, span + 1, (150, 15), generator=generator).float().exp2()
         x = torch.randn(150, 480, generator=generator) * sizes.repeat_interleave(32, 1)
         x[7, :64], x[140, 100] = 0.0, float("nan")
-        assert_launched_ahead(x.to(dtype), of_random(200, 480, generator))
+        assert_launched_ahead(bench, x.to(dtype), of_random(200, 480, generator))
 
 
-@pytest.mark.gpu
-def test_the_launch_ahead_of_a_slice_leaves_x_as_it_is() -> None:
+@each((WGMMA_FP8_RESCALED,))
+def test_the_launch_ahead_of_a_slice_leaves_x_as_it_is(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(2)
     x, w = of_random(300, 736, generator), of_random(700, 736, generator)
     with in_slices_of(2):
         assert len(slices(300, 700, 736)) == 3
-        assert_launched_ahead(x, w)
+        assert_launched_ahead(bench, x, w)
