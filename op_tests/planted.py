@@ -155,8 +155,8 @@ MISTAKES = [
         ("blocks below 2 rescaled", "kTwo = 8;", "kTwo = 7;", AHEAD),
         (
             "scales at the ends of fp32 rescaled",
-            "scale < kLeastCommon || scale > kLastCommon ||",
-            "",
+            "return is_far(scale) ||",
+            "return",
             AHEAD,
         ),
         ("scale of other rows", "max(top_of_all, tops[i])", "max(top_of_all, tops[0])", AHEAD),
@@ -186,7 +186,7 @@ MISTAKES = [
         *(RESCALED, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
         (
             "scales of blocks taken for those of rows",
-            "if (__any_sync(~0u, scales.common < 0))",
+            "if (__any_sync(~0u, kind == kRowsApart))",
             "if (true)",
             "test_steps_of_each_form",
         ),
@@ -216,6 +216,17 @@ MISTAKES = [
             "lower = scales.common * e8m0_to_normal(scales.of(0));",
         ),
         ("scale of the next block", "of.lower >> 8 * k & 0xff", "of.lower >> 8 * (k ^ 1) & 0xff"),
+        (
+            "scale of the next block, nearer",
+            "e8m0_to_normal(of.lower >> shift)",
+            "e8m0_to_normal(of.lower >> (shift ^ 8))",
+        ),
+        (
+            "far scales taken for near ones",
+            "else if (__any_sync(~0u, kind == kBlocksApart))",
+            "else if (true)",
+            "test_extreme_scales",
+        ),
         (
             "parts of both warpgroups counted together",
             "of.shared_tile(s) * kConsumers + index;",

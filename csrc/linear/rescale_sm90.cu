@@ -57,18 +57,18 @@ MX_DEVICE unsigned rescaled(unsigned word, unsigned factors) {
     return result;
 }
 
+MX_DEVICE bool is_far(unsigned scale) { return scale < kLeastCommon || scale > kLastCommon; }
+
 // Whether a block of this largest magnitude, in e4m3, loses too much under another scale.
 MX_DEVICE bool loses(unsigned most, unsigned own, unsigned scale) {
     const unsigned down = scale - own;
-    return scale < kLeastCommon || scale > kLastCommon ||
-           (most != 0 && down != 0 && most >> 3 < kTwo + down);
+    return is_far(scale) || (most != 0 && down != 0 && most >> 3 < kTwo + down);
 }
 
 // A step of 128 rows of an operand, of `rows` in all.
 template <int Code, bool OfW>
 MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const unsigned char* s,
                        long rows, long block_row, long to_row, int step) {
-    constexpr int kBlock = 32;
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const int first = warp * kRowsOfWarp + lane / kLanesOfRow;
     const long k = step * static_cast<long>(to.kStepK) + lane % kLanesOfRow * 16;
@@ -87,9 +87,11 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
         own[i] = incoming[i].result();
         most[i] = max_of_lanes<2>(largest_magnitude(own[i].payload));
         if (own[i].scale == kNanScale) {
-            own[i] = {{kNanPayloads, kNanPayloads, kNanPayloads, kNanPayloads}, kOne};
+            own[i].payload = {kNanPayloads, kNanPayloads, kNanPayloads, kNanPayloads};
             most[i] = 0;
         }
+        if (most[i] == 0) // any scale will do
+            own[i].scale = kOne;
         top[i] = max_of_lanes<kLanesOfRow>(most[i] == 0 ? 0 : own[i].scale + 1);
         top_of_all = max(top_of_all, top[i]);
     }
@@ -105,15 +107,17 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
             top_of_all = max(top_of_all, tops[i]);
     }
     // Whether blocks would lose too much under their row's scale, and under that of all rows.
-    bool apart = false, rows_apart = false;
+    bool apart = false, rows_apart = false, far = false;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
         const unsigned of_row = top[i] == 0 ? kOne : top[i] - 1;
         apart |= loses(most[i], own[i].scale, of_row);
         rows_apart |= OfW && top_of_all != 0 && loses(most[i], own[i].scale, top_of_all - 1);
+        far |= is_far(own[i].scale);
         top[i] = of_row;
     }
     apart = __syncthreads_or(apart);
+    far = apart && __syncthreads_or(far);
     rows_apart = OfW && __syncthreads_or(rows_apart);
     if (OfW && !rows_apart)
 #pragma unroll
@@ -140,11 +144,11 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
         if (lane % kLanesOfRow == 0)
             words[row] = scales;
     }
-    if (threadIdx.x == 0)
-        reinterpret_cast<float*>(words)[to.rows() + to_row / to.kRows] = apart        ? 0.0f
-                                                                         : rows_apart ? -1.0f
-                                                                         : OfW ? e8m0_to_f32(top[0])
-                                                                               : 1.0f;
+    if (threadIdx.x == 0) {
+        float* const common = reinterpret_cast<float*>(words + to.rows() + to_row / to.kRows);
+        common[0] = apart ? 0 : rows_apart ? -1 : OfW ? e8m0_to_f32(top[0]) : 1;
+        common[to.blocks()] = far ? kFarApart : apart ? kBlocksApart : kRowsApart;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

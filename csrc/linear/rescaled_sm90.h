@@ -5,9 +5,9 @@
 //   payload   [rows, K]
 //   for each step words, a multiple of 4:
 //     scales  [rows]    those of four blocks, which are alike where they can be
-//     common  [blocks]  in fp32: of x 1, of w the scale that all its rows have, or -1 where each
-//     row
-//                       has one of its own; 0 where blocks of 32 k keep theirs
+//     common  [blocks]  in fp32: of x 1, of w the scale that all its rows have; not above 0 where
+//                       they have none in common, and then what the step is:
+//     kinds   [blocks]  a Kind
 //   ended     counters of parts of tiles, cleared
 //   sums      of parts of tiles
 //
@@ -18,6 +18,12 @@
 #include "common/target.h"
 
 namespace mx {
+
+// What 128 rows of an operand have not in common in a step, and with those of the other operand the
+// least of both holds. The scales of the first two kinds are such that products of two are in fp32.
+constexpr float kRowsApart = -1;   // each row has a scale of its own
+constexpr float kBlocksApart = -2; // each block of 32 k has
+constexpr float kFarApart = -3;    // likewise, and their products may be out of fp32
 
 struct RescaledOperands {
     unsigned char* memory;
@@ -33,7 +39,7 @@ struct RescaledOperands {
     MX_MEMBER unsigned* words() const {
         return reinterpret_cast<unsigned*>(memory + rows() * K); // K is a multiple of 32
     }
-    MX_MEMBER unsigned words_of_step() const { return (rows() + blocks() + 3) / 4 * 4; }
+    MX_MEMBER unsigned words_of_step() const { return (rows() + 2 * blocks() + 3) / 4 * 4; }
     MX_MEMBER unsigned* ended() const {
         return words() + static_cast<long>(steps()) * words_of_step();
     }

@@ -69,8 +69,8 @@ MX_DEVICE Tile tile_of(const Args& a, int number) {
 // products has to know whether all have a scale in common.
 struct Scales {
     unsigned row; // of a step
-    float common; // of x times of w, see RescaledOperands
-    bool apart;   // whether it is no scale; the same for all warps that have these rows
+    float common; // what all its rows and columns have in common, unless
+    bool apart;   // they have not, which is the same for all warps that have these rows
 
     MX_MEMBER Scales(const RescaledOperands& of, long row, long w_row, int first)
         : of_row(of.words() + row), of_x(of.words() + of.rows() + row / kTile),
@@ -82,7 +82,7 @@ struct Scales {
     MX_MEMBER void next(unsigned words) {
         row = loaded_row;
         common = loaded_x * loaded_w;
-        apart = __any_sync(~0u, common <= 0); // so that ptxas sees that all lanes go the same way
+        apart = __any_sync(~0u, !(common > 0)); // so that ptxas sees that all lanes go the same way
         at += words;
         load();
     }
@@ -131,7 +131,6 @@ struct Consumer {
         }
         const long w_row = a.of.first_w() + tile.n;
         Scales scales(a.of, first + warp * 16 + lane / 4 + lane % 2 * 8, w_row, s.first_chunk);
-        const unsigned* const columns = a.of.words() + w_row + lane % 4 * 2;
         float sums[kValues];
 #pragma unroll
         for (int v = 0; v < kValues; ++v)
@@ -148,13 +147,17 @@ struct Consumer {
             const unsigned x_at = x.low + stage * (kStageBytes / 16);
             const unsigned w_at = w.low + stage * (kStageBytes / 16);
             if (__builtin_expect(scales.apart, false)) {
-                const int step = s.first_chunk + s.chunks - left;
-                const Apart step_apart{scales.of(0), scales.of(1),
-                                       columns + static_cast<long>(step) * pitch};
-                if (__any_sync(~0u, scales.common < 0))
+                const unsigned* const columns =
+                    a.of.words() + (s.first_chunk + s.chunks - left) * static_cast<long>(pitch) +
+                    w_row + lane % 4 * 2;
+                const Apart step_apart{scales.of(0), scales.of(1), columns};
+                const float kind = kind_of(first, w_row, s.first_chunk + s.chunks - left);
+                if (__any_sync(~0u, kind == kRowsApart))
                     add_rows(sums, x_at, w_at, step_apart);
-                else
+                else if (__any_sync(~0u, kind == kBlocksApart))
                     add_blocks(sums, x_at, w_at, step_apart);
+                else
+                    add_far_blocks(sums, x_at, w_at, step_apart);
                 scales.next(left > 2 ? pitch : 0);
                 release(stage);
                 continue;
@@ -206,6 +209,15 @@ struct Consumer {
         return true;
     }
 
+    // What the rows of x and of w have not in common in a step.
+    MX_MEMBER float kind_of(long row, long w_row, int step) const {
+        const unsigned* const kinds = a.of.words() +
+                                      static_cast<long>(step) * a.of.words_of_step() + a.of.rows() +
+                                      a.of.blocks();
+        return fminf(bits_to_float(__ldg(kinds + row / kTile)),
+                     bits_to_float(__ldg(kinds + w_row / kTile)));
+    }
+
     // Which of the sums is that of a value of wgmma's. Parts leave four sums at a time, for which
     // these lie in neighbouring registers as products do. Where one of the two is odd and the other
     // even, FFMA reads both at once.
@@ -231,8 +243,8 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Scales of a step in which not all of w's rows have one in common: of both rows of x, and
-    // where those of this lane's columns begin, two of each eight.
+    // Scales of a step in which not all have one in common: of both rows of x, and where those of
+    // this lane's columns begin, two of each eight.
     struct Apart {
         unsigned upper, lower;
         const unsigned* columns;
@@ -241,19 +253,20 @@ struct Consumer {
             return __ldg(reinterpret_cast<const uint2*>(columns + 8 * piece));
         }
     };
+    static constexpr int kPieces = kTile / 8;
 
-    // Adds the products of a step whose rows have scales of their own.
-    MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                            const Apart& of) const {
-        float products[kValues];
-        multiply_step(products, x_at, w_at);
-        const float of_rows[2] = {e8m0_to_normal(of.upper), e8m0_to_normal(of.lower)};
+    // Adds products of which each row and each column has a scale, `shift` bits up in its word.
+    MX_MEMBER static void add_scaled(float (&sums)[kValues], float (&products)[kValues],
+                                     const Apart& of, int shift) {
+        const float of_rows[2] = {e8m0_to_normal(of.upper >> shift),
+                                  e8m0_to_normal(of.lower >> shift)};
         wgmma_wait<0>();
         keep_in_order(products);
 #pragma unroll
-        for (int piece = 0; piece < kTile / 8; ++piece) {
+        for (int piece = 0; piece < kPieces; ++piece) {
             const uint2 scales = of.of_piece(piece);
-            const float of_columns[2] = {e8m0_to_normal(scales.x), e8m0_to_normal(scales.y)};
+            const float of_columns[2] = {e8m0_to_normal(scales.x >> shift),
+                                         e8m0_to_normal(scales.y >> shift)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& sum = sums[place(4 * piece + i)];
@@ -262,9 +275,31 @@ struct Consumer {
         }
     }
 
+    // Adds the products of a step whose rows have scales of their own.
+    MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
+                            const Apart& of) const {
+        float products[kValues];
+        multiply_step(products, x_at, w_at);
+        add_scaled(sums, products, of, 0);
+    }
+
     // Adds the products of a step whose blocks have scales of their own.
     MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
                               const Apart& of) const {
+#pragma unroll 1
+        for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
+            float products[kValues];
+            wgmma_fence();
+            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
+            wgmma_commit();
+            add_scaled(sums, products, of, 8 * k);
+        }
+    }
+
+    // Likewise where the product of two scales may be out of fp32, though what it makes of a
+    // product is not.
+    MX_MEMBER void add_far_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
+                                  const Apart& of) const {
 #pragma unroll 1
         for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
             float products[kValues];

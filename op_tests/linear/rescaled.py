@@ -51,6 +51,8 @@ def rescaled(payload: Tensor, scale: Tensor, of_w: bool) -> Rescaled:
     shape = (padded.shape[0] // ROWS, ROWS, padded.shape[1] // STEP, STEP)
     own = padded.view(shape)
     largest = (codes & 0x7F).amax(-1).int().masked_fill(pad(nan, more), 0).view(shape)
+    own = torch.where(largest == 0, ONE, own)
+    padded = own.view(padded.shape)
 
     def lose(scales: Tensor) -> Tensor:
         down = scales - own

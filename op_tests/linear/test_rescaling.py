@@ -221,13 +221,14 @@ class Memory:
 
     def __init__(self, held: torch.Tensor, blocks: int, K: int) -> None:
         rows, steps = blocks * ROWS, -(-K // 128)
-        pitch = -(-(rows + blocks) // 4) * 4
+        pitch = -(-(rows + 2 * blocks) // 4) * 4
         self.payload = held[: rows * K].view(rows, K)
         words = held[rows * K :][: 4 * (steps * pitch + 1024)].clone().view(torch.int32)
         of_steps = words[: steps * pitch].view(steps, pitch)
         scales = of_steps[:, :rows].contiguous().view(torch.uint8).view(steps, rows, 4)
         self.scales = scales.transpose(0, 1).reshape(rows, 4 * steps)[:, : K // 32]
-        self.common = of_steps[:, rows : rows + blocks].contiguous().view(torch.float32).T
+        floats = of_steps[:, rows : rows + 2 * blocks].contiguous().view(torch.float32).T
+        self.common, self.kinds = floats.split(blocks)
         self.ended = words[steps * pitch :]
 
     def assert_holds(self, found: Rescaled, first: int, of_w: bool) -> None:
@@ -243,6 +244,9 @@ class Memory:
         common = of_step.float().exp2() if of_w else torch.ones(of_step.shape)
         common[found.form == BY_ROWS], common[found.form == BY_BLOCKS] = -1.0, 0.0
         assert torch.equal(self.common[first // ROWS : last // ROWS], common)
+        kinds = self.kinds[first // ROWS : last // ROWS]
+        assert torch.equal(kinds < -1, found.form == BY_BLOCKS)
+        assert ((kinds == -1) | (kinds == -2) | (kinds == -3)).all()
 
 
 def assert_launched_ahead(bench: Bench, x: torch.Tensor | Operand, w: Operand) -> None:

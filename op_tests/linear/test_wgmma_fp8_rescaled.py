@@ -182,7 +182,7 @@ def test_a_workspace_holds_what_both_launches_lay_out() -> None:
     """As ``RescaledOperands`` and the parts of sums behind it have it."""
     for M, N, K in [(300, 1001, 1120), (257, 128, 32), (4096, 9216, 6144), (1000, 28672, 8192)]:
         rows = slices(M, N, K)[0].blocks(M) * 128
-        step_words = -(-(rows + rows // 128) // 4) * 4
+        step_words = -(-(rows + 2 * (rows // 128)) // 4) * 4
         words = chunks_of(K) * step_words + 1024
         parts = 132 * 2 * 2 * 64 * 128 * 4  # two of each CTA, of two warpgroups
         asked = RESCALED.workspace_bytes(TARGET, LinearProblem(M, N, K), {"ctas": 132})

@@ -79,13 +79,13 @@ class Slice(NamedTuple):
 
 
 def _words_of(K: int, blocks: int) -> int:
-    return -(-K // CHUNK) * up(blocks * (_ROWS + 1), 4) + _COUNTERS
+    return -(-K // CHUNK) * up(blocks * (_ROWS + 2), 4) + _COUNTERS
 
 
 def _most_blocks(M: Any, K: int) -> Any:
     """Of w beside x, of a number of rows or an array of them, that a call's workspace has room
     for."""
-    of_block = _ROWS * K + 4 * -(-K // CHUNK) * (_ROWS + 1)
+    of_block = _ROWS * K + 4 * -(-K // CHUNK) * (_ROWS + 2)
     others = _PART_BYTES + 4 * _words_of(K, 1)  # more than rounding words up takes
     return (2 * M * K + _MOST_BEYOND_X - others) // of_block - -(-M // _ROWS)
 
@@ -114,7 +114,7 @@ def _refusal(target: Target, problem: LinearProblem) -> str | None:
     if _most_blocks(M, K) < 1:
         return f"K={K}: 128 rows of w take more room than a call may take"
     widest = slices(M, N, K)[0]
-    if widest.blocks(M) * (_ROWS + 1) * chunks_of(problem) > MAX_INT:
+    if widest.blocks(M) * (_ROWS + 2) * chunks_of(problem) > MAX_INT:
         return "the scales of both operands are counted in 31 bits"
     if widest.tiles(M) > MAX_INT:
         return f"there are {widest.tiles(M)} tiles, and they are counted in 31 bits"
