@@ -255,7 +255,7 @@ def _cycles(M: Any, N: int, K: int, count: Any, ctas: Any, larger: Callable[...,
     shared = of.part + of.other * parts + of.segment * (1 + left / ctas)
     busiest, balanced = -(-tiles * chunks // ctas), tiles * chunks / _MOST_CTAS
     product = of.chunk * busiest + of.balanced * balanced + of.segment * rounds
-    ahead = of.start * count + of.rescaled * (M + N) * K / _MILLION
+    ahead = of.start + (of.rescaled * (M + N) + of.again * (count - 1) * M) * K / _MILLION
     return ahead + product + shared * (left > 0)
 
 
