@@ -5,9 +5,9 @@
 //   payload   [rows, K]
 //   for each step words, a multiple of 4:
 //     scales  [rows]    those of four blocks, which are alike where they can be
-//     common  [blocks]  in fp32: of x 1, of w the scale that all its rows have; not above 0 where
-//                       they have none in common, and then what the step is:
-//     kinds   [blocks]  a Kind
+//     common  [blocks]  fp32: of x 1, of w the scale that all its rows have; not above 0 where they
+//                       have none in common
+//     kinds   [blocks]  fp32: what they have then, one of the constants below
 //   ended     counters of parts of tiles, cleared
 //   sums      of parts of tiles
 //
@@ -19,11 +19,10 @@
 
 namespace mx {
 
-// What 128 rows of an operand have not in common in a step, and with those of the other operand the
-// least of both holds. The scales of the first two kinds are such that products of two are in fp32.
-constexpr float kRowsApart = -1;   // each row has a scale of its own
-constexpr float kBlocksApart = -2; // each block of 32 k has
-constexpr float kFarApart = -3;    // likewise, and their products may be out of fp32
+// What has a scale of its own in a step of 128 rows; of two operands the lesser constant holds.
+constexpr float kRowsApart = -1;   // each row
+constexpr float kBlocksApart = -2; // each block of 32 k
+constexpr float kFarApart = -3;    // likewise, and the product of two scales may be out of fp32
 
 struct RescaledOperands {
     unsigned char* memory;
