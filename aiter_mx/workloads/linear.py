@@ -28,22 +28,33 @@ _SAMPLE_ROWS = 192
 """Of w that the simulator needs at least: a few workgroups of any kernel."""
 
 
+def _drawn(rows: int, problem: LinearProblem, device: torch.device) -> Operands:
+    """An operand in MX. On a GPU, and of more rows than tables have, it is what normal values are
+    quantised to: a kernel of these takes longer where neighbouring scales are far apart."""
+    few = problem.M <= ROWS[-1]
+    if few or device.type != "cuda":
+        return [*random_mx(rows, problem.K, device)]
+    from aiter_mx.ops.quantize import quantize
+
+    return [*quantize(torch.randn(rows, problem.K, device=device).bfloat16())]
+
+
 def _operands(problem: LinearProblem, device: torch.device) -> Operands:
     M, N, K = problem.M, problem.N, problem.K
     bias = None
     if problem.bias != "none":
         bias = torch.randn(N, dtype=DTYPES[problem.bias], device=device)
     out = torch.empty(M, N, dtype=DTYPES[problem.out_dtype], device=device)
-    x: Operands = [*random_mx(M, K, device)]
+    x = _drawn(M, problem, device)
     if problem.x_dtype != "e4m3":
         x = [torch.randn(M, K, device=device).to(DTYPES[problem.x_dtype]), None]
-    return [*x, *random_mx(N, K, device), bias, out]
+    return [*x, *_drawn(N, problem, device), bias, out]
 
 
 def _another(problem: LinearProblem, operands: Operands) -> Operands:
     xq, xs, wq, _, bias, out = operands
     assert wq is not None and out is not None
-    return [xq, xs, *random_mx(problem.N, problem.K, wq.device), bias, torch.empty_like(out)]
+    return [xq, xs, *_drawn(problem.N, problem, wq.device), bias, torch.empty_like(out)]
 
 
 def _read_bytes(problem: LinearProblem, operands: Operands | None) -> float:

@@ -10,8 +10,11 @@ import torch
 import aiter_mx
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
-from aiter_mx.kernels.linear import LinearProblem
-from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR
+from aiter_mx.kernels.linear import (
+    LinearProblem,
+    wgmma_fp8_rescaled_sm90,
+    wgmma_fp8_sm90,
+)
 from aiter_mx.target import target_of
 from op_tests.launches import name_triton
 from op_tests.mx_reference import assert_close_to_reference, random_mx
@@ -34,8 +37,16 @@ def assert_right(out: torch.Tensor, case: Operands) -> None:
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[out.dtype]
     chosen = route("linear", target_of(out.device), LinearProblem(M, N, K, dtype))
     # A kernel whose matrix unit keeps fewer bits states its own error.
-    error = ACCUMULATION_ERROR if chosen.kernel.startswith("wgmma_fp8") else None
-    assert_close_to_reference(out.cpu(), *(t.cpu() for t in case), accumulation_error=error)
+    stated: dict[str, float] = {}
+    if chosen.kernel in ("wgmma_fp8", "wgmma_fp8_tiled"):
+        stated = {"accumulation_error": wgmma_fp8_sm90.ACCUMULATION_ERROR}
+    elif chosen.kernel == "wgmma_fp8_rescaled":
+        of = wgmma_fp8_rescaled_sm90
+        stated = {
+            "accumulation_error": of.ACCUMULATION_ERROR,
+            "rescaling_error": of.RESCALING_ERROR,
+        }
+    assert_close_to_reference(out.cpu(), *(t.cpu() for t in case), **stated)
 
 
 @pytest.mark.parametrize("M", [1, 7, 16])
