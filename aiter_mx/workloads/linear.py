@@ -31,8 +31,7 @@ _SAMPLE_ROWS = 192
 def _drawn(rows: int, problem: LinearProblem, device: torch.device) -> Operands:
     """An operand in MX. On a GPU, and of more rows than tables have, it is what normal values are
     quantised to: a kernel of these takes longer where neighbouring scales are far apart."""
-    few = problem.M <= ROWS[-1]
-    if few or device.type != "cuda":
+    if problem.M in range(ROWS[-1] + 1) or device.type != "cuda":
         return [*random_mx(rows, problem.K, device)]
     from aiter_mx.ops.quantize import quantize
 

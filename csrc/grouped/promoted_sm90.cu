@@ -272,27 +272,11 @@ struct Consumer {
                         const int v = 4 * (4 * four + piece) + 2 * i;
                         words.words[piece] = pack<Out>(sums[v], sums[v + 1]);
                     }
-                    transpose(words);
+                    transpose_pairs(words, lane);
                     const int column = n + 32 * four + lane % 4 * 8;
                     if (own < rows && column < a.N)
                         store_vector(to + column, words);
                 }
-            }
-        }
-    }
-
-    // Of four lanes, each has a pair of columns of four pieces; then each has all of one piece.
-    MX_MEMBER void transpose(u32x4& words) const {
-#pragma unroll
-        for (int bit = 1; bit < 4; bit *= 2) {
-            const bool upper = lane & bit;
-#pragma unroll
-            for (int low = 0; low < 4; ++low) {
-                if (low & bit)
-                    continue;
-                unsigned &one = words.words[low], &other = words.words[low | bit];
-                const unsigned got = __shfl_xor_sync(~0u, upper ? one : other, bit);
-                (upper ? one : other) = got;
             }
         }
     }

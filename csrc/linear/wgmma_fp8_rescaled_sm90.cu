@@ -4,8 +4,9 @@
 //   y[m, n] = sum over steps of 128 k of (xq[m, :] * wq[n, :]) * xs[m] * ws[128 rows of w] +
 //   bias[n]
 //
-// The launch ahead, rescale_sm90.cu, makes these of blocks of 32 k where it can; where it cannot, a
-// step is taken 32 k at a time, each with the scales of its row and its column.
+// The launch ahead, rescale_sm90.cu, makes these of blocks of 32 k where it can. Where it cannot,
+// each row of w has a scale in such a step, or, where it cannot that either, each block: then a
+// step is taken 32 k at a time.
 //
 //   producer, a thread: the step's x and w, as boxes that TMA swizzles, into a ring
 //   consumer, two warpgroups: the products of a step by wgmma over fp8, which adds them with about
@@ -147,17 +148,17 @@ struct Consumer {
             const unsigned x_at = x.low + stage * (kStageBytes / 16);
             const unsigned w_at = w.low + stage * (kStageBytes / 16);
             if (__builtin_expect(scales.apart, false)) {
+                const int step = s.first_chunk + s.chunks - left;
                 const unsigned* const columns =
-                    a.of.words() + (s.first_chunk + s.chunks - left) * static_cast<long>(pitch) +
-                    w_row + lane % 4 * 2;
-                const Apart step_apart{scales.of(0), scales.of(1), columns};
-                const float kind = kind_of(first, w_row, s.first_chunk + s.chunks - left);
+                    a.of.words() + step * static_cast<long>(pitch) + w_row + lane % 4 * 2;
+                const Apart of{scales.of(0), scales.of(1), columns};
+                const float kind = kind_of(first, w_row, step);
                 if (__any_sync(~0u, kind == kRowsApart))
-                    add_rows(sums, x_at, w_at, step_apart);
+                    add_rows(sums, x_at, w_at, of);
                 else if (__any_sync(~0u, kind == kBlocksApart))
-                    add_blocks(sums, x_at, w_at, step_apart);
+                    add_blocks(sums, x_at, w_at, of);
                 else
-                    add_far_blocks(sums, x_at, w_at, step_apart);
+                    add_far_blocks(sums, x_at, w_at, of);
                 scales.next(left > 2 ? pitch : 0);
                 release(stage);
                 continue;
@@ -209,7 +210,7 @@ struct Consumer {
         return true;
     }
 
-    // What the rows of x and of w have not in common in a step.
+    // What has a scale of its own in a step.
     MX_MEMBER float kind_of(long row, long w_row, int step) const {
         const unsigned* const kinds = a.of.words() +
                                       static_cast<long>(step) * a.of.words_of_step() + a.of.rows() +
@@ -347,7 +348,7 @@ struct Consumer {
                     const int v = 4 * (4 * four + piece) + 2 * i;
                     words.words[piece] = pack<Out>(sums[place(v)], sums[place(v + 1)]);
                 }
-                transpose(words);
+                transpose_pairs(words, lane);
                 if (row + 8 * i < a.of.M && column < a.N)
                     store_vector(a.y + (row + 8 * i) * a.features + column, words);
             }
@@ -371,22 +372,6 @@ struct Consumer {
                 sums[place(4 * piece + i)] += bias;
                 sums[place(4 * piece + 2 + i)] += bias;
             }
-    }
-
-    // Of four lanes, each has a pair of columns of four pieces; then each has all of one piece.
-    MX_MEMBER void transpose(u32x4& words) const {
-#pragma unroll
-        for (int bit = 1; bit < 4; bit *= 2) {
-            const bool upper = lane & bit;
-#pragma unroll
-            for (int low = 0; low < 4; ++low) {
-                if (low & bit)
-                    continue;
-                unsigned &one = words.words[low], &other = words.words[low | bit];
-                const unsigned got = __shfl_xor_sync(~0u, upper ? one : other, bit);
-                (upper ? one : other) = got;
-            }
-        }
     }
 };
 

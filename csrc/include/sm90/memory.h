@@ -178,6 +178,23 @@ MX_MEMBER unsigned pack<fp16>(float low, float high) {
     return packed;
 }
 
+// Of four neighbouring lanes, each has a word, such as a pair of columns, of four pieces; then each
+// has all words of one piece.
+MX_DEVICE void transpose_pairs(u32x4& words, int lane) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = lane & bit;
+#pragma unroll
+        for (int low = 0; low < 4; ++low) {
+            if (low & bit)
+                continue;
+            unsigned &one = words.words[low], &other = words.words[low | bit];
+            const unsigned got = __shfl_xor_sync(~0u, upper ? one : other, bit);
+            (upper ? one : other) = got;
+        }
+    }
+}
+
 // Stores two neighbours to memory if `exists` is not negative. One instruction: compilers make two
 // of it where another branch has the two stores as well.
 template <class T>
