@@ -20,7 +20,7 @@ def test_what_dispatch_takes_is_raced_against_the_other_kernels() -> None:
         others = [other.kernel for other in each.others]
         assert others and not {each.now.kernel, "wgmma_f16"} & set(others)
     taken = {each.now.kernel for each in races}
-    assert taken >= {"wgmma_fp8", "wgmma_fp8_tiled", "wgmma_bf16", "wgmma_bf16_swapped"}
+    assert taken >= {"wgmma_fp8", "wgmma_fp8_tiled", "wgmma_bf16", "wgmma_fp8_rescaled"}
 
 
 def test_a_race_that_another_kernel_has_now_takes_the_place_of_the_old_one() -> None:
