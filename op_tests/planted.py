@@ -151,7 +151,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(RESCALING, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        *(RESCALING, "wgmma_fp8_rescaled", "linear/rescale_sm90.h"),
         ("blocks below 2 rescaled", "kTwo = 8;", "kTwo = 7;", AHEAD),
         (
             "scales at the ends of fp32 rescaled",
@@ -169,7 +169,7 @@ MISTAKES = [
         ("k past the end counted", "if (row < rows && k < to.K)", "if (row < rows)", AHEAD),
     ),
     *_of(
-        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescale_sm90.h"),
         ("factors of half their size", "(15 - down << 10)", "(14 - down << 10)"),
         (
             "NaN scales not noticed",
@@ -179,7 +179,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescale_sm90.cu"),
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescale_sm90.h"),
         ("payload of the first slice for all", "wq + first_feature * K", "wq", "test_slices"),
     ),
     *_of(

@@ -9,12 +9,13 @@
 #include "common/scale.h"
 #include "common/target.h"
 #include "incoming_sm90.h"
+#include "rescale_sm90.h" // a launch of its own, of the same code object
 #include "sm90/convert.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "wgmma_bf16_x_sm90.h"
-#include "wgmma_f16_x_sm90.h" // a launch of its own, of the same code object
+#include "wgmma_f16_x_sm90.h" // likewise
 
 using namespace mx;
 

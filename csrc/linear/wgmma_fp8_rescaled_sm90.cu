@@ -4,7 +4,7 @@
 //   y[m, n] = sum over steps of 128 k of (xq[m, :] * wq[n, :]) * xs[m] * ws[128 rows of w] +
 //   bias[n]
 //
-// The launch ahead, rescale_sm90.cu, makes these of blocks of 32 k where it can. Where it cannot,
+// The launch ahead, rescale_sm90.h, makes these of blocks of 32 k where it can. Where it cannot,
 // each row of w has a scale in such a step, or, where it cannot that either, each block: then a
 // step is taken 32 k at a time.
 //

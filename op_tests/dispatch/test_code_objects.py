@@ -19,7 +19,7 @@ from aiter_mx.plan import build_requests
 from aiter_mx.target import hardware
 
 # On Hopper the tiles of wgmma_bf16 and the octets of wgmma_fp8 are code objects of their own.
-MOST = {"gfx950": 12, "sm_90a": 21}
+MOST = {"gfx950": 12, "sm_90a": 20}
 # Of the two GEMMs of a layer, which tables tune apart for each power of two of tokens, and of what
 # is launched around them, which most layers share.
 MOST_OF_LAYER = {"gfx950": 17, "sm_90a": 24}

@@ -1,6 +1,6 @@
 """The Hopper linear over fp8 with a scale for 128 k, csrc/linear/wgmma_fp8_rescaled_sm90.cu.
 
-A launch ahead, csrc/linear/rescale_sm90.cu, puts four blocks of 32 k under one scale where none of
+A launch ahead, csrc/linear/rescale_sm90.h, puts four blocks of 32 k under one scale where none of
 them loses by it what a result would show; other blocks keep theirs.
 """
 
@@ -20,11 +20,11 @@ from aiter_mx.kernels.linear.many_rows_sm90 import Array, sharers_that_suit, sha
 from aiter_mx.kernels.linear.problem import (
     POINTERS,
     QUANTISED_MEANWHILE,
-    X_CODES,
     LinearProblem,
     Sizes,
 )
 from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares, chunks_of
+from aiter_mx.kernels.linear.wgmma_bf16_sm90 import EXPAND_X
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, up
 from aiter_mx.kernels.spec import (
@@ -129,10 +129,6 @@ def _defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[
     }
 
 
-def _x_defines(target: Target, problem: LinearProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_X": X_CODES[problem.x_dtype]}
-
-
 WITH_WORKSPACE = (*POINTERS, Arg("workspace", "pointer", "rw"))
 _SIZES = numbers("i64", "M", "N", "K", "features", "first_feature")  # N: of the widest slice
 _RESCALE_ARGS = (*WITH_WORKSPACE, *_SIZES, *numbers("i64", "first_block"))
@@ -203,10 +199,10 @@ def _modules(index: int) -> tuple[Module, Module]:
 
     return (
         Module(
-            {"sm_90a": "linear/rescale_sm90.cu"},
+            EXPAND_X.sources,  # of the same code object
             "aiter_mx_linear_rescale",
             _RESCALE_ARGS,
-            _x_defines,
+            EXPAND_X.defines,
             rescale_geometry,
             rescale_scalars,
         ),

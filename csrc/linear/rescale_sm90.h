@@ -9,12 +9,14 @@
 //
 // A CTA has a step of 128 rows. Eight neighbouring lanes have a row, two of them a block.
 
+#pragma once
+
 #include "common/scale.h"
 #include "common/target.h"
 #include "incoming_sm90.h"
 #include "rescaled_sm90.h"
 
-using namespace mx;
+namespace mx::rescaling {
 
 constexpr int kThreads = 256, kWarps = kThreads / kLanes;
 constexpr int kLanesOfRow = 8, kRowsOfWarp = kLanes / kLanesOfRow;
@@ -174,3 +176,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                              to_row, step);
     }
 }
+
+} // namespace mx::rescaling
