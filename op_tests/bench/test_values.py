@@ -38,6 +38,15 @@ def test_one_row_becomes_extreme_and_the_others_stay(kind: str) -> None:
     assert int((~tokens.isfinite()).any(1).sum()) == (kind in values.KINDS[:2])
 
 
+@pytest.mark.parametrize("kind", values.EVERYWHERE)
+def test_rows_or_blocks_become_of_many_sizes(kind: str) -> None:
+    payload, scale = normal_mx(300, 256, device=CPU)[1]
+    found, moved = values.of_many_sizes((payload, scale), kind, torch.Generator().manual_seed(0))
+    by = moved.int() - scale.view(torch.uint8).int()
+    assert found is payload and int(by.amax() - by.amin()) >= 6
+    assert bool((by == by[:, :1]).all()) == (kind == "rows of w")
+
+
 def test_results_are_right_and_a_wrong_one_is_seen() -> None:
     seen = set()
     cases = [
@@ -49,7 +58,8 @@ def test_results_are_right_and_a_wrong_one_is_seen() -> None:
         assert case.is_right(), case.cell
         seen.add(case.cell[1:2] + case.cell[4:])
     places = {"linear": ("x", "w"), "grouped_gemm": ("x", "w"), "fused_moe": ("x", "w1", "w2")}
-    assert seen == {(op, p, kind) for op, of in places.items() for p in of for kind in values.KINDS}
+    every = {(op, p, kind) for op, of in places.items() for p in of for kind in values.KINDS}
+    assert seen == every | {("linear", "everywhere", kind) for kind in values.EVERYWHERE}
     x, w = (normal_mx(rows, 96, device=CPU)[1] for rows in (9, 64))
     out = aiter_mx.linear(*x, *w)
     assert values.judged(out, x, w, 3)

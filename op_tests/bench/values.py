@@ -1,4 +1,5 @@
-"""What one row of extreme values costs: NaN, infinity, and scales at both ends of their range.
+"""What one row of extreme values costs: NaN, infinity, and scales at both ends of their range; and
+what the linear takes where rows of w, or all blocks, are of very different size.
 
     python -m op_tests.bench.values [--seconds 60]
 
@@ -28,6 +29,8 @@ from op_tests.bench.expert_layers import LAYERS
 from op_tests.bench.layers import make_layer, route_tokens
 from op_tests.mx_reference import assert_close_to_reference
 
+EVERYWHERE = ("rows of w", "blocks")
+"""What is of many sizes: rows of w, by a deviation of 1.5 powers of two, or blocks, by up to 6."""
 KINDS = ("not a number", "infinity", "2^-127", "2^127")
 SCALES = {"not a number": 255, "2^-127": 0, "2^127": 254}
 LINEARS = ((2304, 6144), (6144, 2048))
@@ -118,6 +121,24 @@ def linear_cases(M: int, N: int, K: int, device: torch.device) -> Iterator[Case]
         of_w = calls(x, other_ws)
         right = partial(_is_right, of_w[0], x, other_ws[0], M // 3)
         yield Case((M, "linear", N, K, "w", kind), plain, of_w, right)
+
+    draw = torch.Generator(device).manual_seed(1)
+    for kind in EVERYWHERE:
+        moved_x = x if kind == "rows of w" else of_many_sizes(x, kind, draw)
+        moved_ws = [of_many_sizes(w, kind, draw) for w in ws]
+        given = calls(moved_x, moved_ws)
+        right = partial(_is_right, given[0], moved_x, moved_ws[0], M // 3)
+        yield Case((M, "linear", N, K, "everywhere", kind), plain, given, right)
+
+
+def of_many_sizes(mx: Pair, kind: str, draw: torch.Generator) -> Pair:
+    """A copy of ``[rows, K]`` in MX under other scales."""
+    payload, scale = mx[0], mx[1].view(torch.uint8)
+    if kind == "rows of w":
+        more = 1.5 * torch.randn(len(scale), 1, generator=draw, device=scale.device)
+    else:
+        more = torch.rand(scale.shape, generator=draw, device=scale.device) * 12 - 6
+    return payload, (scale.int() + more.round().int()).clamp(0, 254).to(torch.uint8)
 
 
 def _is_right(call: Callable[[], torch.Tensor], x: Pair, w: Pair, row: int) -> bool:
