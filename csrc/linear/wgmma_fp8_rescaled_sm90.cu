@@ -28,7 +28,8 @@ using namespace mx;
 
 constexpr int kStages = MX_STAGES;
 constexpr int kTile = RescaledOperands::kRows, kStepK = RescaledOperands::kStepK;
-constexpr int kSwath = 8; // tiles of rows that share a tile of w before the next
+constexpr int kBlocks = kStepK / 32; // of a step
+constexpr int kSwath = 8;            // tiles of rows that share a tile of w before the next
 constexpr int kConsumers = 2, kGroupThreads = 128, kWarps = 4;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kGroupRows = kTile / kConsumers;
@@ -164,7 +165,7 @@ struct Consumer {
                 continue;
             }
             float products[kValues];
-            multiply_step(products, x_at, w_at);
+            multiply_blocks<kBlocks>(products, x_at, w_at);
             const float upper = scales.common * e8m0_to_normal(scales.of(0));
             const float lower = scales.common * e8m0_to_normal(scales.of(1));
             scales.next(left > 2 ? pitch : 0);
@@ -234,11 +235,14 @@ struct Consumer {
         return bits_to_float((scales & 0xff) << 23);
     }
 
-    MX_MEMBER static void multiply_step(float (&products)[kValues], unsigned x_at, unsigned w_at) {
+    // The products of so many blocks of 32 k.
+    template <int Blocks>
+    MX_MEMBER static void multiply_blocks(float (&products)[kValues], unsigned x_at,
+                                          unsigned w_at) {
         wgmma_fence();
         wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
 #pragma unroll
-        for (int k = 1; k < kStepK / 32; ++k)
+        for (int k = 1; k < Blocks; ++k)
             wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
                             SwizzledDescriptor::of(w_at + 2 * k));
         wgmma_commit();
@@ -280,7 +284,7 @@ struct Consumer {
     MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
                             const Apart& of) const {
         float products[kValues];
-        multiply_step(products, x_at, w_at);
+        multiply_blocks<kBlocks>(products, x_at, w_at);
         add_scaled(sums, products, of, 0);
     }
 
@@ -288,11 +292,9 @@ struct Consumer {
     MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
                               const Apart& of) const {
 #pragma unroll 1
-        for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
+        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
             float products[kValues];
-            wgmma_fence();
-            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
-            wgmma_commit();
+            multiply_blocks<1>(products, x_at, w_at);
             add_scaled(sums, products, of, 8 * k);
         }
     }
@@ -302,11 +304,9 @@ struct Consumer {
     MX_MEMBER void add_far_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
                                   const Apart& of) const {
 #pragma unroll 1
-        for (int k = 0; k < kStepK / 32; ++k, x_at += 2, w_at += 2) {
+        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
             float products[kValues];
-            wgmma_fence();
-            wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
-            wgmma_commit();
+            multiply_blocks<1>(products, x_at, w_at);
             const unsigned of_rows[2] = {of.upper >> 8 * k & 0xff, of.lower >> 8 * k & 0xff};
             wgmma_wait<0>();
             keep_in_order(products);
