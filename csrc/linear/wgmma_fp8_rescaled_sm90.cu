@@ -127,6 +127,7 @@ struct Consumer {
         if (first >= a.of.M) {
             for (int step = 0; step < s.chunks; ++step, ring.next()) {
                 barrier_wait(full + 8 * ring.at, ring.parity);
+                __syncwarp(); // all lanes have seen it
                 release(ring.at);
             }
             return;
