@@ -62,12 +62,8 @@ class Shares(NamedTuple):
     parts_with_one_more: int
 
 
-def shares(tiles: int, chunks: int, sharers: int) -> Shares:
-    """Of tiles of so many chunks: shares are of more than a tile where there are as many."""
-    whole, left = divmod(tiles, sharers)
-    if not left:
-        return Shares(whole, 0, 0)
-    rounds = max(whole - 1, 0)
+def shares(tiles: int, chunks: int, sharers: int, rounds: int) -> Shares:
+    """Of tiles of so many chunks, after so many rounds of whole tiles."""
     return Shares(rounds, *divmod((tiles - rounds * sharers) * chunks, sharers))
 
 
@@ -104,7 +100,9 @@ def layout(target: Target, problem: LinearProblem, config: Config) -> Layout | N
         return found
     if not pairs:
         return found
-    return found._replace(**shares(tiles, chunks, pairs)._asdict())
+    whole, left = divmod(tiles, pairs)
+    rounds = max(whole - (left > 0), 0)  # the last is shared with what is left
+    return found._replace(**shares(tiles, chunks, pairs, rounds)._asdict())
 
 
 def tile_count(problem: LinearProblem | Sizes, tile_m: int, features: int) -> int:

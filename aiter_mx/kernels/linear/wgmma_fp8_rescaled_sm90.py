@@ -23,7 +23,7 @@ from aiter_mx.kernels.linear.problem import (
     LinearProblem,
     Sizes,
 )
-from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares, chunks_of
+from aiter_mx.kernels.linear.wgmma_bf16_layout_sm90 import Shares, chunks_of, shares
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import EXPAND_X
 from aiter_mx.kernels.search import Costed, Least, Search
 from aiter_mx.kernels.sm90 import CHUNK, up
@@ -236,8 +236,7 @@ def _rounds(tiles: Any, ctas: Any) -> Any:
 
 def shares_of(tiles: int, chunks: int, ctas: int) -> Shares:
     """How CTAs share tiles."""
-    rounds = int(_rounds(tiles, ctas))
-    return Shares(rounds, *divmod((tiles - rounds * ctas) * chunks, ctas))
+    return shares(tiles, chunks, ctas, int(_rounds(tiles, ctas)))
 
 
 def _cycles(M: Any, N: int, K: int, count: Any, ctas: Any, larger: Callable[..., Any]) -> Any:
