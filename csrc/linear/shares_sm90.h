@@ -75,8 +75,18 @@ MX_DEVICE void add_parts(float (&sums)[Count], int first, int last, int own, int
     constexpr int fours = Count / 4;
 #pragma unroll
     for (int j = 0; j < fours; j += Batch) {
-        float4 before[ManyBefore ? Batch : 1];
-        for (int cluster = first; cluster <= last; ++cluster) {
+        const auto load_part = [&](float4(&part)[Batch], int cluster) {
+            const unsigned char* const from = place(cluster) + j * pitch;
+#pragma unroll
+            for (int i = 0; i < Batch && j + i < fours; ++i)
+                part[i] = load_cached(from + i * pitch);
+        };
+        // Loaded ahead of the loop: what a loop's first round alone would set has its registers
+        // from the kernel's start on.
+        float4 before[Batch];
+        if constexpr (ManyBefore)
+            load_part(before, first);
+        for (int cluster = first + ManyBefore; cluster <= last; ++cluster) {
             if (cluster == own) {
                 if constexpr (ManyBefore)
 #pragma unroll
@@ -84,23 +94,14 @@ MX_DEVICE void add_parts(float (&sums)[Count], int first, int last, int own, int
                         add_four(&sums[4 * (j + i)], before[i]);
                 continue;
             }
-            const unsigned char* const from = place(cluster) + j * pitch;
             float4 part[Batch];
+            load_part(part, cluster);
 #pragma unroll
             for (int i = 0; i < Batch && j + i < fours; ++i)
-                part[i] = load_cached(from + i * pitch);
-#pragma unroll
-            for (int i = 0; i < Batch && j + i < fours; ++i)
-                if (!ManyBefore || cluster > own) {
+                if (!ManyBefore || cluster > own)
                     add_four(&sums[4 * (j + i)], part[i]);
-                } else if (cluster == first) {
-                    before[i] = part[i];
-                } else {
-                    before[i].x += part[i].x;
-                    before[i].y += part[i].y;
-                    before[i].z += part[i].z;
-                    before[i].w += part[i].w;
-                }
+                else
+                    add_four(&before[i].x, part[i]);
         }
     }
 }
