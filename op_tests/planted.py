@@ -212,8 +212,18 @@ MISTAKES = [
         ),
         (
             "scale of the upper row for the lower one",
-            "lower = scales.common * e8m0_to_normal(scales.of(1));",
-            "lower = scales.common * e8m0_to_normal(scales.of(0));",
+            "lower = common * of_lane(1);",
+            "lower = common * of_lane(0);",
+        ),
+        (
+            "scales of the step after",
+            "set(Second ? later : ahead[0]);",
+            "set(Second ? later : ahead[1]);",
+        ),
+        (
+            "scales behind a step that has none in common not asked for anew",
+            "scales.ask(step + 1, left);",
+            "scales.ask(step, left);",
         ),
         ("scale of the next block", "of.lower >> 8 * k & 0xff", "of.lower >> 8 * (k ^ 1) & 0xff"),
         (

@@ -10,8 +10,8 @@
 //
 //   producer, a thread: the step's x and w, as boxes that TMA swizzles, into a ring
 //   consumer, two warpgroups: the products of a step by wgmma over fp8, which adds them with about
-//     14 bits; then adds those to its sums in fp32, times the step's scales. While one does so, the
-//     other's wgmmas run.
+//     14 bits; then adds those to its sums in fp32, times the step's scales. While it does so, the
+//     wgmmas of its next step run, and the other consumer's.
 //
 // A tile is 128 rows of x by 128 of w, of which a consumer has half the rows of x. Workgroups stay,
 // and share all tiles evenly.
@@ -35,6 +35,8 @@ constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 constexpr int kGroupRows = kTile / kConsumers;
 constexpr int kValues = kTile / 2; // of a thread
 constexpr int kStageX = kTile * kStepK, kStageBytes = 2 * kStageX;
+static_assert(kStages > 2,
+              "a consumer has two steps under way, and the next has to come meanwhile");
 static_assert(kStages * kStageBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: "
               "aiter_mx/kernels/linear/wgmma_fp8_rescaled_sm90.py");
@@ -66,45 +68,60 @@ MX_DEVICE Tile tile_of(const Args& a, int number) {
             place / height * static_cast<long>(kTile)};
 }
 
-// A lane's sums are of two rows, which three other lanes have too: of two neighbours each loads the
-// scales of one, and hands them to the other. Loads are two steps ahead, as whoever issues
-// products has to know whether all have a scale in common.
+// Scales of steps, in their order. A lane's sums are of two rows, which three other lanes have too:
+// of these four, two load the scale of a row each, one what all rows of w have in common, and one
+// what those of x have. Words are loaded for two steps at once, and two steps later that load is
+// waited for: ptxas waits for all loads that are under way, so none may be younger.
 struct Scales {
-    unsigned row; // of a step
-    float common; // what all its rows and columns have in common, unless
-    bool apart;   // they have not, which is the same for all warps that have these rows
+    // Of the step that is multiplied next:
+    float own;  // this lane's part of its scales
+    bool apart; // whether they have none in common, which all warps of these rows find alike
 
-    MX_MEMBER Scales(const RescaledOperands& of, long row, long w_row, int first)
-        : of_row(of.words() + row), of_x(of.words() + of.rows() + row / kTile),
-          of_w(of.words() + of.rows() + w_row / kTile), at(first * of.words_of_step()) {
-        load();
+    MX_MEMBER Scales(const RescaledOperands& of, long row, long x_row, long w_row, int lane)
+        : of_row(lane % 4 < 2), pitch(of.words_of_step()),
+          words(of.words() + (of_row          ? row + lane % 4 * 8
+                              : lane % 4 == 2 ? of.rows() + w_row / kTile
+                                              : of.rows() + x_row / kTile)) {}
+    // Starts anew: asks for a step and what follows, so many steps in all, and then goes to it.
+    MX_MEMBER void ask(int step, int steps) {
+        at = words + static_cast<long>(step) * pitch;
+        later = load(false);
+        load_two(steps - 1);
     }
-    MX_MEMBER unsigned of(int i) const { return __shfl_sync(~0u, row, i, 2); }
-    // From a step to the next one, and loads that after it, so many words further on.
-    MX_MEMBER void next(unsigned words) {
-        row = loaded_row;
-        common = loaded_x * loaded_w;
-        apart = __any_sync(~0u, !(common > 0)); // so that ptxas sees that all lanes go the same way
-        at += words;
-        load();
+    MX_MEMBER void begin() { set(later); }
+    // Goes to the step behind the first or the second of a pair.
+    template <bool Second>
+    MX_MEMBER void next() {
+        set(Second ? later : ahead[0]);
+        if constexpr (!Second)
+            later = ahead[1];
     }
+    // Loads for the next pair when so many steps are left, which has to be behind next<false>() and
+    // what the warp waits for then: ptxas moves loads ahead of arithmetic, but not of that.
+    MX_MEMBER void load_ahead(int left) { load_two(left - 2); }
 
   private:
-    const unsigned *const of_row, *const of_x, *const of_w;
-    unsigned at; // words of steps before
-    unsigned loaded_row;
-    float loaded_x, loaded_w;
+    const bool of_row;
+    const unsigned pitch;        // words of a step
+    const unsigned* const words; // where this lane's are
+    const unsigned* at;
+    unsigned later, ahead[2];
 
-    MX_MEMBER void load() {
-        loaded_row = load_word_at(of_row + at);
-        loaded_x = bits_to_float(load_word_at(of_x + at));
-        loaded_w = bits_to_float(load_word_at(of_w + at));
+    MX_MEMBER void set(unsigned word) {
+        own = bits_to_float(of_row ? (word & 0xff) << 23 : word);
+        apart = __any_sync(~0u, !of_row && !(own > 0)); // so ptxas sees that all go the same way
+    }
+    // Of steps that do not exist, the last one's are loaded again.
+    MX_MEMBER void load_two(int exist) {
+        ahead[0] = load(exist > 0);
+        ahead[1] = load(exist > 1);
     }
     // Volatile, so that it stays behind wgmmas.
-    MX_MEMBER static unsigned load_word_at(const unsigned* p) {
-        unsigned v;
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-        return v;
+    MX_MEMBER unsigned load(bool further) {
+        at += further ? pitch : 0;
+        unsigned word;
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(at));
+        return word;
     }
 };
 
@@ -133,52 +150,103 @@ struct Consumer {
             return;
         }
         const long w_row = a.of.first_w() + tile.n;
-        Scales scales(a.of, first + warp * 16 + lane / 4 + lane % 2 * 8, w_row, s.first_chunk);
+        const long own = first + warp * 16 + lane / 4; // this lane's rows are it and own + 8
+        int left = warp_uniform(s.chunks);             // steps
+        Scales scales(a.of, own, tile.m, w_row, lane);
+        scales.ask(s.first_chunk, left);
         float sums[kValues];
 #pragma unroll
         for (int v = 0; v < kValues; ++v)
             sums[v] = 0;
-        const SwizzledDescriptor x(shared + index * kGroupRows * kStepK);
-        const SwizzledDescriptor w(shared + kStageX);
-        const unsigned pitch = a.of.words_of_step();
-        int left = warp_uniform(s.chunks); // steps
-        scales.next(left > 1 ? pitch : 0);
+        scales.begin();
 #pragma unroll 1
-        for (; left > 0; --left, ring.next()) {
-            const int stage = warp_uniform(ring.at);
-            barrier_wait(full + 8 * stage, ring.parity);
-            const unsigned x_at = x.low + stage * (kStageBytes / 16);
-            const unsigned w_at = w.low + stage * (kStageBytes / 16);
+        while (left > 0) {
             if (__builtin_expect(scales.apart, false)) {
                 const int step = s.first_chunk + s.chunks - left;
-                const unsigned* const columns =
-                    a.of.words() + step * static_cast<long>(pitch) + w_row + lane % 4 * 2;
-                const Apart of{scales.of(0), scales.of(1), columns};
-                const float kind = kind_of(first, w_row, step);
-                if (__any_sync(~0u, kind == kRowsApart))
-                    add_rows(sums, x_at, w_at, of);
-                else if (__any_sync(~0u, kind == kBlocksApart))
-                    add_blocks(sums, x_at, w_at, of);
-                else
-                    add_far_blocks(sums, x_at, w_at, of);
-                scales.next(left > 2 ? pitch : 0);
-                release(stage);
-                continue;
+                const unsigned* const words =
+                    a.of.words() + static_cast<long>(step) * a.of.words_of_step();
+                if (--left > 0)
+                    scales.ask(step + 1, left);
+                const Apart of{__ldg(words + own), __ldg(words + own + 8),
+                               words + w_row + lane % 4 * 2};
+                add_apart(sums, of, kind_of(first, w_row, step), ring);
+                scales.begin();
+            } else {
+                add_steps(sums, scales, ring, left);
             }
-            float products[kValues];
-            multiply_blocks<kBlocks>(products, x_at, w_at);
-            const float upper = scales.common * e8m0_to_normal(scales.of(0));
-            const float lower = scales.common * e8m0_to_normal(scales.of(1));
-            scales.next(left > 2 ? pitch : 0);
-            wgmma_wait<0>();
-            keep_in_order(products);
-            release(stage);
-#pragma unroll
-            for (int v = 0; v < kValues; ++v)
-                sums[place(v)] = mx::fma(products[v], v / 2 % 2 ? lower : upper, sums[place(v)]);
         }
         if (s.chunks == a.shares.chunks || join(sums, s))
             store_rows(sums, first, tile.n);
+    }
+
+    // A step whose products are under way: its stage, and a lane's part of its scales.
+    struct UnderWay {
+        int stage;
+        float own;
+    };
+
+    // Adds up steps until none is left, or the next one's scales are apart. A step's products are
+    // added while the next one's are under way. So there are two sets of them, which two steps of a
+    // round have: ptxas has to know which set a wgmma writes.
+    MX_MEMBER void add_steps(float (&sums)[kValues], Scales& scales, Ring& ring, int& left) const {
+        float products[2][kValues];
+        UnderWay first = start<false>(products[0], scales, ring, left);
+#pragma unroll 1
+        for (;;) {
+            if (left == 0 || scales.apart) {
+                add<0>(sums, products[0], first);
+                return;
+            }
+            const UnderWay second = start<true>(products[1], scales, ring, left);
+            add<1>(sums, products[0], first);
+            if (left == 0 || scales.apart) {
+                add<0>(sums, products[1], second);
+                return;
+            }
+            first = start<false>(products[0], scales, ring, left);
+            add<1>(sums, products[1], second);
+        }
+    }
+    // Waits for a step's operands, and starts to multiply them: the first of a pair, or the second.
+    template <bool Second>
+    MX_MEMBER UnderWay start(float (&products)[kValues], Scales& scales, Ring& ring,
+                             int& left) const {
+        const float own = scales.own;
+        scales.next<Second>();
+        const UnderWay step{wait(ring), own};
+        multiply_blocks<kBlocks>(products, x_at(step.stage), w_at(step.stage));
+        ring.next();
+        --left;
+        if constexpr (!Second)
+            scales.load_ahead(left);
+        return step;
+    }
+    // Adds a step's products once they have come, behind which so many steps are under way.
+    template <int Behind>
+    MX_MEMBER void add(float (&sums)[kValues], float (&products)[kValues],
+                       const UnderWay& step) const {
+        const auto of_lane = [&](int i) { return __shfl_sync(~0u, step.own, i, 4); };
+        const float common = of_lane(2); // that of x is 1
+        const float upper = common * of_lane(0), lower = common * of_lane(1);
+        wgmma_wait<Behind>();
+        keep_in_order(products);
+        release(step.stage);
+#pragma unroll
+        for (int v = 0; v < kValues; ++v)
+            sums[place(v)] = mx::fma(products[v], v / 2 % 2 ? lower : upper, sums[place(v)]);
+    }
+
+    // The next step's stage, once its operands have come, and where wgmma finds them.
+    MX_MEMBER int wait(const Ring& ring) const {
+        barrier_wait(full + 8 * ring.at, ring.parity);
+        return ring.at;
+    }
+    MX_MEMBER unsigned x_at(int stage) const {
+        return SwizzledDescriptor(shared + index * kGroupRows * kStepK).low +
+               stage * (kStageBytes / 16);
+    }
+    MX_MEMBER unsigned w_at(int stage) const {
+        return SwizzledDescriptor(shared + kStageX).low + stage * (kStageBytes / 16);
     }
 
     // For all of the warpgroup, what its first thread finds.
@@ -279,6 +347,20 @@ struct Consumer {
                 sum = mx::fma(products[4 * piece + i] * of_columns[i % 2], of_rows[i / 2], sum);
             }
         }
+    }
+
+    // Adds up a step in which not all have a scale in common.
+    MX_MEMBER void add_apart(float (&sums)[kValues], const Apart& of, float kind,
+                             Ring& ring) const {
+        const int stage = wait(ring);
+        if (__any_sync(~0u, kind == kRowsApart))
+            add_rows(sums, x_at(stage), w_at(stage), of);
+        else if (__any_sync(~0u, kind == kBlocksApart))
+            add_blocks(sums, x_at(stage), w_at(stage), of);
+        else
+            add_far_blocks(sums, x_at(stage), w_at(stage), of);
+        release(stage);
+        ring.next();
     }
 
     // Adds the products of a step whose rows have scales of their own.
