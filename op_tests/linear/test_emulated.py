@@ -1,0 +1,186 @@
+"""Hopper's linear on an emulator, where there is no GPU; a kernel is added to ``SUBJECTS``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
+    RESCALING_ERROR,
+    WGMMA_FP8_RESCALED,
+    slices,
+)
+from aiter_mx.kernels.spec import KernelSpec
+from op_tests.conformance import NAMES
+from op_tests.emulated_sm90.build import unsupported
+from op_tests.emulated_sm90.launch import TARGET, Schedule, launch
+from op_tests.launches import Out
+from op_tests.linear.rescaled import ROWS, in_slices_of, rescaled
+from op_tests.linear.test_rescaling import (
+    Draw,
+    Memory,
+    Operand,
+    of_normal,
+    of_random,
+    of_rows_of_sizes,
+    single_values,
+    with_outliers,
+    with_zeros,
+)
+from op_tests.mx_reference import assert_close_to_reference, random_mx
+
+pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
+
+CASES = 26
+FP32_ERROR = 2.0**-20
+"""Of the magnitudes' sum: wgmma is emulated in fp32, and K is at most 640."""
+KINDS: dict[str, Draw] = {
+    "near": partial(random_mx, scale_exponents=(-1, 1)),
+    "normal": of_normal,
+    "equal": partial(random_mx, scale_exponents=(0, 0)),
+    "wide": partial(random_mx, scale_exponents=(-45, 45)),
+    "far": partial(random_mx, scale_exponents=(-126, 126)),
+    "nan": partial(random_mx, scale_exponents=(-1, 1), nan_payload=1e-4, nan_scale=1e-2),
+    "zeros": with_zeros,
+    "outliers": with_outliers,
+    "rows": of_rows_of_sizes,
+    "small": partial(random_mx, scale_exponents=(-61, -59)),
+    "large": partial(random_mx, scale_exponents=(48, 61)),
+    "single": single_values,
+    "random": of_random,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and how it is scheduled.
+
+    Attributes:
+        kinds: of x and of w, among ``KINDS``.
+        blocks: of w for which the workspace has room, where it is not for all.
+        ctas: most that share the tiles.
+    """
+
+    M: int
+    N: int
+    K: int
+    kinds: tuple[str, str]
+    schedule: Schedule
+    ctas: int
+    out_dtype: str = "bf16"
+    bias: torch.dtype | None = None
+    blocks: int | None = None
+
+    @property
+    def problem(self) -> LinearProblem:
+        bias = "none" if self.bias is None else NAMES[self.bias]
+        return LinearProblem(self.M, self.N, self.K, out_dtype=self.out_dtype, bias=bias)
+
+    def __str__(self) -> str:
+        return f"{self.schedule.seed}: {self.M}x{self.N}x{self.K} {'-'.join(self.kinds)}"
+
+
+def after_rescaled(case: Case, x: Operand, w: Operand, index: int, workspace: Tensor) -> None:
+    """A launch ahead leaves in the workspace what torch's casts do, bit for bit."""
+    if index % 2:
+        return
+    every = slices(case.M, case.N, case.K)
+    held, one = Memory(workspace, every[0].blocks(case.M), case.K), every[index // 2]
+    held.assert_holds(rescaled(*x, False), 0, False)
+    of_slice = slice(one.first, one.first + one.features)
+    payload, scale = w[0].view(torch.uint8)[of_slice].view(w[0].dtype), w[1][of_slice]
+    held.assert_holds(rescaled(payload, scale, True), -(-case.M // ROWS) * ROWS, True)
+    assert not held.ended.any()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel that the emulator runs.
+
+    Attributes:
+        errors: what ``assert_close_to_reference`` grants its results.
+        after: called after each launch with its number and the workspace.
+    """
+
+    kernel: KernelSpec
+    errors: Mapping[str, float]
+    after: Callable[[Case, Operand, Operand, int, Tensor], None]
+
+
+SUBJECTS = (
+    Subject(
+        WGMMA_FP8_RESCALED,
+        {"accumulation_error": FP32_ERROR, "rescaling_error": RESCALING_ERROR},
+        after_rescaled,
+    ),
+)
+
+
+def drawn_cases(seed: int = 0) -> Iterator[Case]:
+    """Some that no draw may miss, and others: each kind of operands beside near ones and its own
+    like, on either side."""
+    drawn, kinds = random.Random(seed), list(KINDS)
+    fixed = [
+        {"M": 1, "N": 1, "K": 32},
+        {"M": 129, "N": 136, "K": 160},
+        {"M": 300, "N": 264, "K": 384, "ctas": 2},
+        {"M": 200, "N": 130, "K": 608, "ctas": 1, "bias": torch.float32},
+        {"M": 257, "N": 72, "K": 256, "ctas": 2, "out_dtype": "fp16"},
+        {"M": 70, "N": 400, "K": 640, "ctas": 13},
+        {"M": 130, "N": 257, "K": 512, "blocks": 1, "bias": torch.bfloat16},
+        {"M": 128, "N": 128, "K": 128},
+    ]
+    for i in range(CASES):
+        kind = kinds[i % len(kinds)]
+        of_both = [("near", kind), (kind, kind), (kind, "near")]
+        sizes = {
+            "M": drawn.choice([drawn.randrange(1, 300), drawn.randrange(100, 260)]),
+            "N": drawn.choice([drawn.randrange(1, 300), 8 * drawn.randrange(1, 40)]),
+            "K": 32 * drawn.randrange(1, 21),
+            "ctas": drawn.choice([1, 2, 3, drawn.randrange(1, 20)]),
+            "bias": drawn.choice([None, None, torch.bfloat16, torch.float32]),
+        }
+        schedule = Schedule(seed * 1000 + i, drawn.randrange(1, 4), bool(drawn.randrange(2)))
+        options = {"kinds": of_both[(i // len(kinds) + i) % 3], "schedule": schedule, "ctas": 3}
+        yield Case(**options | (fixed[i] if i < len(fixed) else sizes))
+
+
+def check(subject: Subject, case: Case, csrc: Path | None = None) -> None:
+    """Emulate a case.
+
+    Raises:
+        EmulatedError: the kernel did what hardware would punish.
+        AssertionError: a result or the workspace is wrong.
+    """
+    generator = torch.Generator().manual_seed(case.schedule.seed)
+    rows = zip(case.kinds, (case.M, case.N), strict=True)
+    x, w = (KINDS[kind](count, case.K, generator) for kind, count in rows)
+    bias = None if case.bias is None else torch.randn(case.N, generator=generator).to(case.bias)
+    with in_slices_of(case.blocks) if case.blocks else nullcontext():
+        problem = case.problem
+        fitting = (
+            {"ctas": ctas}
+            for ctas in range(case.ctas, 0, -1)
+            if subject.kernel.misfit(TARGET, problem, {"ctas": ctas}) is None
+        )
+        dtype = torch.float16 if case.out_dtype == "fp16" else torch.bfloat16
+        tensors = [*x, *w, bias, Out((case.M, case.N), dtype)]
+        given = problem, next(fitting), tensors, case.schedule
+        after = partial(subject.after, case, x, w)
+        (out,) = launch(subject.kernel, *given, after=after, csrc=csrc)
+    assert_close_to_reference(out, *x, *w, bias, **subject.errors)
+
+
+@pytest.mark.parametrize("case", list(drawn_cases()), ids=str)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.kernel.name)
+def test_any_operands_and_schedule_give_the_reference(subject: Subject, case: Case) -> None:
+    check(subject, case)
