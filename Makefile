@@ -2,7 +2,7 @@
 BIN := .venv/bin
 PYTHON ?= python3
 JOBS ?= 2
-C_FILES = find csrc aiter_mx op_tests docs -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c'
+C_FILES = find csrc aiter_mx op_tests docs -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cpp'
 
 export PYTHON
 .PHONY: help setup demo test test-engines test-gpu sanitize-gpu lint types unit docs format wheel clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
     slices,
 )
 from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.paths import csrc_dir
 from op_tests.conformance import NAMES
 from op_tests.emulated_sm90.build import unsupported
-from op_tests.emulated_sm90.launch import TARGET, Schedule, launch
+from op_tests.emulated_sm90.launch import TARGET, EmulatedError, Schedule, launch
 from op_tests.launches import Out
 from op_tests.linear.rescaled import ROWS, in_slices_of, rescaled
 from op_tests.linear.test_rescaling import (
@@ -37,6 +39,7 @@ from op_tests.linear.test_rescaling import (
     with_zeros,
 )
 from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.planted import MISTAKES
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
 
@@ -79,11 +82,13 @@ class Case:
     out_dtype: str = "bf16"
     bias: torch.dtype | None = None
     blocks: int | None = None
+    pdl: bool = False
 
     @property
     def problem(self) -> LinearProblem:
         bias = "none" if self.bias is None else NAMES[self.bias]
-        return LinearProblem(self.M, self.N, self.K, out_dtype=self.out_dtype, bias=bias)
+        options = {"out_dtype": self.out_dtype, "bias": bias, "pdl": self.pdl}
+        return LinearProblem(self.M, self.N, self.K, **options)
 
     def __str__(self) -> str:
         return f"{self.schedule.seed}: {self.M}x{self.N}x{self.K} {'-'.join(self.kinds)}"
@@ -137,7 +142,7 @@ def drawn_cases(seed: int = 0) -> Iterator[Case]:
         {"M": 257, "N": 72, "K": 256, "ctas": 2, "out_dtype": "fp16"},
         {"M": 70, "N": 400, "K": 640, "ctas": 13},
         {"M": 130, "N": 257, "K": 512, "blocks": 1, "bias": torch.bfloat16},
-        {"M": 128, "N": 128, "K": 128},
+        {"M": 128, "N": 128, "K": 128, "pdl": True},
     ]
     for i in range(CASES):
         kind = kinds[i % len(kinds)]
@@ -184,3 +189,59 @@ def check(subject: Subject, case: Case, csrc: Path | None = None) -> None:
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.kernel.name)
 def test_any_operands_and_schedule_give_the_reference(subject: Subject, case: Case) -> None:
     check(subject, case)
+
+
+PLANTED = {  # in sources of the linear: text that is there once, and what stands in its place
+    "a stage released before its wgmmas are over": (
+        """
+        wgmma_wait<Behind>();
+        keep_in_order(products);
+        release(step.stage);
+""",
+        """
+        release(step.stage);
+        wgmma_wait<Behind>();
+        keep_in_order(products);
+""",
+    ),
+    "operands not waited for": (
+        """
+        barrier_wait(full + 8 * ring.at, ring.parity);
+        return ring.at;
+""",
+        """
+        return ring.at;
+""",
+    ),
+    "products read before they have come": ("wgmma_wait<Behind>();", "wgmma_wait<Behind + 1>();"),
+    "a part that is not added": (
+        "for (int cluster = first + ManyBefore; cluster <= last; ++cluster)",
+        "for (int cluster = first + ManyBefore; cluster < last; ++cluster)",
+    ),
+    "a row beyond the last written": (
+        "if (row + 8 * i < a.of.M && column < a.N)",
+        "if (row + 8 * i <= a.of.M && column < a.N)",
+    ),
+    "a barrier that some lanes pass by": (
+        "rows_apart = OfW && __syncthreads_or(rows_apart);",
+        "rows_apart = OfW && lane != 7 && __syncthreads_or(rows_apart);",
+    ),
+    **{
+        mistake.what: (mistake.right, mistake.wrong)
+        for mistake in MISTAKES
+        if (mistake.kernel, mistake.what) == ("wgmma_fp8_rescaled", "scales of the step after")
+    },
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_found(what: str, tmp_path: Path) -> None:
+    right, wrong = PLANTED[what]
+    csrc = tmp_path / "csrc"
+    shutil.copytree(csrc_dir(), csrc)
+    texts = {path: path.read_text() for path in (csrc / "linear").iterdir()}
+    (path,) = (path for path, text in texts.items() if text.count(right) == 1)
+    path.write_text(texts[path].replace(right, wrong))
+    with pytest.raises((EmulatedError, AssertionError)):
+        for case in drawn_cases():
+            check(SUBJECTS[0], case, csrc)
