@@ -340,6 +340,11 @@ def _store_matrices(found: re.Match[str], of: Operands) -> str:
     return f"const unsigned w_[] = {{{', '.join(of.vector(1))}}}; {call}"
 
 
+@_instruction(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16")
+def _move_matrix(found: re.Match[str], of: Operands) -> str:
+    return f"{of[0]} = emulated::move_matrix({of.site}, {of[1]});"
+
+
 _WGMMA_TYPES = {("e4m3", "32"): 0, ("bf16", "16"): 1, ("f16", "16"): 2}
 
 

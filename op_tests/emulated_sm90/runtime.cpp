@@ -74,13 +74,15 @@ bool chance(unsigned of256) { return of256 && (random_bits() >> 32 & 255) < of25
 
 struct Block;
 struct Warp;
-struct Group;
+struct Warpgroup;
 
+// A thread's accumulators of wgmmas that are under way: their values are here, and NaN where the
+// kernel has them, until they have been waited for.
 struct Sums {
     int n;
-    u64 last_op;
-    float* ptr[128];
-    float val[128];
+    u64 last_wgmma;
+    float* places[128];
+    float values[128];
 };
 
 enum State { kRunnable, kBlocked, kDone };
@@ -102,9 +104,9 @@ struct Thread : ThreadIndices {
     std::shared_ptr<int> copies_open;
     std::vector<std::shared_ptr<int>> bulk_closed;
     std::shared_ptr<int> bulk_open;
-    bool grid_waited;
 };
 
+// What a lane has come to a collective of its warp with.
 struct Slot {
     bool active;
     Kind kind;
@@ -119,7 +121,8 @@ struct Warp {
     std::vector<u64> groups; // wgmmas up to the end of each committed group
 };
 
-struct Op {
+// One that is issued, and runs at a random time once all 128 threads have come to it.
+struct Wgmma {
     int site, n, type, adds, arrived = 0, negates, transposes;
     bool a_in_registers;
     u64 a, b;
@@ -127,8 +130,8 @@ struct Op {
     unsigned regs[128][4];
 };
 
-struct Group { // four warps
-    std::deque<std::unique_ptr<Op>> ops;
+struct Warpgroup {
+    std::deque<std::unique_ptr<Wgmma>> wgmmas;
     u64 base = 0, executed = 0;
     std::vector<Thread*> waiters;
 };
@@ -148,8 +151,8 @@ struct Mbarrier {
 };
 
 struct Launch {
-    void* f;
-    void (*thunk)(void*, void**);
+    void* function;
+    void (*call)(void*, void**);
     void** args;
     Dim3 grid, block;
     unsigned dynamic_bytes;
@@ -163,21 +166,26 @@ struct Block {
     char* memory; // shared
     std::vector<Thread*> threads;
     std::vector<std::unique_ptr<Warp>> warps;
-    std::vector<std::unique_ptr<Group>> groups;
+    std::vector<std::unique_ptr<Warpgroup>> groups;
     int running = 0, priority = 0;
     int copies = 0; // under way
     std::map<int, NamedBarrier> named_barriers;
     std::map<unsigned, Mbarrier> mbarriers;
 };
 
+// A copy that is under way, or part of one.
 struct Event {
     Block* block;
     std::function<void()> run;
 };
 
-struct Options { // of a schedule
-    unsigned copy_chance, wgmma_chance, yield_chance;
-    bool prioritised, poison_copies, wgmmas_last, whole_boxes;
+// What a schedule is like, drawn once a launch, so that extremes of all sorts occur.
+struct Options {
+    unsigned copy_chance, wgmma_chance, yield_chance; // of 256, at each switch
+    bool prioritised;                                 // warps, at random
+    bool poison_copies;                               // their places, when they start
+    bool wgmmas_last;                                 // after all else that can go on
+    bool whole_boxes;                                 // come at once, not in parts
 };
 
 Launch launch_;
@@ -185,7 +193,7 @@ Options options;
 void* main_stack_pointer;
 std::vector<Thread*> runnable;
 std::vector<Event> copies;
-std::vector<std::pair<Block*, Group*>> wgmmas_ready;
+std::vector<std::pair<Block*, Warpgroup*>> wgmmas_ready;
 std::vector<std::unique_ptr<Block>> blocks;
 std::vector<char*> free_stacks, free_memories;
 std::string error;
@@ -197,6 +205,7 @@ int waiting_for_grid;
 
 Thread* self() { return static_cast<Thread*>(current); }
 
+// Where a thread is, as libraries and places in them, which build.py turns into lines.
 std::string frames_of(void* pc, void** bp, Thread* t) {
     std::string text;
     char buffer[300];
@@ -210,7 +219,7 @@ std::string frames_of(void* pc, void** bp, Thread* t) {
     };
     if (pc)
         put(pc);
-    for (int i = 0; i < 12; ++i) {
+    for (int i = 0; i < 12; ++i) { // frames
         if ((char*)bp < t->stack || (char*)bp > t->stack + kStack - 16 || (uintptr_t)bp % 8)
             break;
         if (!bp[1])
@@ -229,6 +238,7 @@ std::string name_of(const Thread* t) {
 }
 
 bool gave_up_early;
+// Ends the launch from wherever it is.
 [[noreturn]] void give_up(const std::string& said) {
     error = said;
     gave_up_early = true;
@@ -271,7 +281,7 @@ void run_copy() {
     --e.block->copies;
     current = own;
 }
-void execute(Block* block, Group* g);
+void execute(Block* block, Warpgroup* g);
 void run_wgmma() {
     const unsigned i = below((unsigned)wgmmas_ready.size());
     const auto [block, g] = wgmmas_ready[i];
@@ -884,7 +894,7 @@ void cluster_wait() { maybe_yield(); }
 
 // wgmma.
 
-static Group* group_of(Thread* t) {
+static Warpgroup* group_of(Thread* t) {
     Block* b = t->block;
     const size_t g = t->index / 128;
     if ((g + 1) * 128 > b->threads.size())
@@ -907,13 +917,13 @@ void wgmma(int site, int n, int type, float* const* d, int count, bool a_in_regi
            const unsigned* ra, u64 a, u64 b, int adds, int negates, int transposes) {
     aligned(site);
     Thread* t = self();
-    Group* g = group_of(t);
+    Warpgroup* g = group_of(t);
     if (!t->fenced)
         fail("wgmma without a wgmma_fence since the last wait");
     const u64 index = t->issued++;
-    while (g->base + g->ops.size() <= index)
-        g->ops.push_back(std::make_unique<Op>());
-    Op& op = *g->ops[index - g->base];
+    while (g->base + g->wgmmas.size() <= index)
+        g->wgmmas.push_back(std::make_unique<Wgmma>());
+    Wgmma& op = *g->wgmmas[index - g->base];
     if (!op.arrived)
         op.site = site, op.n = n, op.type = type, op.adds = adds, op.negates = negates,
         op.transposes = transposes, op.a_in_registers = a_in_registers, op.a = a, op.b = b;
@@ -925,30 +935,30 @@ void wgmma(int site, int n, int type, float* const* d, int count, bool a_in_regi
     const int lane = t->index % 128;
     Sums* sums = nullptr;
     for (Sums* each : t->all_sums) {
-        if (each->ptr[0] == d[0])
+        if (each->places[0] == d[0])
             sums = each;
         else
             for (int i = 0; i < each->n; i += 8)
-                if (each->ptr[i] == d[0] || d[i % count] == each->ptr[0])
+                if (each->places[i] == d[0] || d[i % count] == each->places[0])
                     fail("sums of a wgmma overlap others that are under way");
     }
     if (sums) {
         if (sums->n != count)
             fail("sums of %d values are under way as %d", count, sums->n);
         for (int i = 0; i < count; ++i)
-            if (sums->ptr[i] != d[i] || bits_of(*d[i]) != kPoison)
+            if (sums->places[i] != d[i] || bits_of(*d[i]) != kPoison)
                 fail("value %d of wgmma's sums was written while these were under way", i);
     } else {
         sums = new Sums;
         sums->n = count;
         for (int i = 0; i < count; ++i) {
-            sums->ptr[i] = d[i];
-            sums->val[i] = *d[i];
+            sums->places[i] = d[i];
+            sums->values[i] = *d[i];
             memcpy(d[i], &kPoison, 4);
         }
         t->all_sums.push_back(sums);
     }
-    sums->last_op = index;
+    sums->last_wgmma = index;
     op.sums[lane] = sums;
     if (a_in_registers)
         memcpy(op.regs[lane], ra, 16);
@@ -964,21 +974,21 @@ void wgmma_wait(int site, int pending) {
     if (at < 0)
         return;
     const u64 bound = w->groups[(size_t)at];
-    Group* g = group_of(t);
+    Warpgroup* g = group_of(t);
     while (g->executed < bound) {
         g->waiters.push_back(t);
         block_on("wgmma_wait<%d>: %llu of %llu have run", pending, g->executed, bound);
     }
     for (size_t i = 0; i < t->all_sums.size();) {
         Sums* sums = t->all_sums[i];
-        if (sums->last_op >= bound) {
+        if (sums->last_wgmma >= bound) {
             ++i;
             continue;
         }
         for (int v = 0; v < sums->n; ++v) {
-            if (bits_of(*sums->ptr[v]) != kPoison)
+            if (bits_of(*sums->places[v]) != kPoison)
                 fail("value %d of wgmma's sums was written while these were under way", v);
-            *sums->ptr[v] = sums->val[v];
+            *sums->places[v] = sums->values[v];
         }
         delete sums;
         t->all_sums[i] = t->all_sums.back();
@@ -1021,10 +1031,10 @@ void load_operand(Block* block, u64 desc, int rows, int type, std::vector<float>
                 }
         }
 }
-void execute(Block* block, Group* g) {
+void execute(Block* block, Warpgroup* g) {
     Thread* const own = self();
     current = block->threads[0]; // for what fails
-    Op& op = *g->ops[0];
+    Wgmma& op = *g->wgmmas[0];
     const int k = op.type == 0 ? 32 : 16, n = op.n;
     static std::vector<float> a, b, bt, d;
     if (op.transposes || op.negates)
@@ -1064,15 +1074,15 @@ void execute(Block* block, Group* g) {
         for (int v = 0; v < sums->n; ++v) {
             const int row = t / 32 * 16 + t % 32 / 4 + v / 2 % 2 * 8,
                       col = v / 4 * 8 + t % 4 * 2 + v % 2;
-            sums->val[v] = (op.adds ? sums->val[v] : 0) + d[(size_t)row * n + col];
+            sums->values[v] = (op.adds ? sums->values[v] : 0) + d[(size_t)row * n + col];
         }
     }
     current = own;
-    g->ops.pop_front();
+    g->wgmmas.pop_front();
     ++g->base;
     ++g->executed;
     wake(g->waiters);
-    if (!g->ops.empty() && g->ops[0]->arrived == 128)
+    if (!g->wgmmas.empty() && g->wgmmas[0]->arrived == 128)
         wgmmas_ready.push_back({block, g});
 }
 } // namespace
@@ -1083,7 +1093,6 @@ void setmaxnreg(int site, int registers) {
     aligned(site);
 }
 void grid_wait() {
-    self()->grid_waited = true;
     if (until_wait) {
         ++waiting_for_grid;
         block_on("griddepcontrol.wait");
@@ -1127,6 +1136,18 @@ void store_matrices(int site, const unsigned* v, int count, unsigned address, bo
         }
     }
     aligned(site);
+}
+
+unsigned move_matrix(int site, unsigned v) {
+    aligned(site);
+    const int row = self()->lane / 4, column = self()->lane % 4 * 2;
+    uint16_t values[2]; // of the row, those of two rows of its column
+    for (int i = 0; i < 2; ++i) {
+        const int lane = (column + i) * 4 + row / 2;
+        const unsigned word = emulated_shuffle(kShfl, ~0u, v, lane, 32);
+        values[i] = row % 2 ? upper(word) : lower(word);
+    }
+    return pair(values[0], values[1]);
 }
 
 // Conversions.
@@ -1200,7 +1221,7 @@ char* new_stack() {
 
 void fiber_main() {
     Thread* t = self();
-    launch_.thunk(launch_.f, launch_.args);
+    launch_.call(launch_.function, launch_.args);
     if (!t->all_sums.empty())
         fail("ended with wgmmas under way");
     Warp* w = t->warp;
@@ -1246,7 +1267,7 @@ void start_block(u64 number) {
             b->warps.back()->priority = (int)below(1000);
         }
         if (i % 128 == 0)
-            b->groups.push_back(std::make_unique<Group>());
+            b->groups.push_back(std::make_unique<Warpgroup>());
         Thread* t = new Thread();
         t->thread_index = {i % launch_.block.x, i / launch_.block.x % launch_.block.y,
                            i / launch_.block.x / launch_.block.y};

@@ -83,6 +83,7 @@ void wgmma(int site, int n, int type, float* const* d, int count, bool a_in_regi
 void setmaxnreg(int site, int registers);
 void load_matrices(int site, unsigned* v, int count, unsigned address, bool transposed);
 void store_matrices(int site, const unsigned* v, int count, unsigned address, bool transposed);
+unsigned move_matrix(int site, unsigned v); // transposed
 void grid_wait();
 void nanosleep();
 
@@ -357,6 +358,7 @@ EMULATED_SIMD(__vcmpgeu4, 8, x >= y ? 255 : 0)
 EMULATED_SIMD(__vcmpltu4, 8, x < y ? 255 : 0)
 EMULATED_SIMD(__vadd4, 8, x + y)
 EMULATED_SIMD(__vsub4, 8, x - y)
+EMULATED_SIMD(__vsubus4, 8, x > y ? x - y : 0)
 template <class X>
 inline X __ldg(const X* p) {
     return *(const X*)emulated::global_place((unsigned long long)(uintptr_t)p, sizeof(X), "__ldg");
