@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from aiter_mx.kernels.linear.wgmma_fp8_rescaled_sm90 import (
     WGMMA_FP8_RESCALED,
     slices,
 )
-from aiter_mx.kernels.spec import KernelSpec
+from aiter_mx.kernels.registry import kernels_of
+from aiter_mx.kernels.spec import Config, KernelSpec
 from aiter_mx.paths import csrc_dir
 from op_tests.conformance import NAMES
 from op_tests.emulated_sm90.build import unsupported
@@ -78,7 +80,7 @@ class Case:
     K: int
     kinds: tuple[str, str]
     schedule: Schedule
-    ctas: int
+    ctas: int = 1
     out_dtype: str = "bf16"
     bias: torch.dtype | None = None
     blocks: int | None = None
@@ -105,29 +107,6 @@ def after_rescaled(case: Case, x: Operand, w: Operand, index: int, workspace: Te
     payload, scale = w[0].view(torch.uint8)[of_slice].view(w[0].dtype), w[1][of_slice]
     held.assert_holds(rescaled(payload, scale, True), -(-case.M // ROWS) * ROWS, True)
     assert not held.ended.any()
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A kernel that the emulator runs.
-
-    Attributes:
-        errors: what ``assert_close_to_reference`` grants its results.
-        after: called after each launch with its number and the workspace.
-    """
-
-    kernel: KernelSpec
-    errors: Mapping[str, float]
-    after: Callable[[Case, Operand, Operand, int, Tensor], None]
-
-
-SUBJECTS = (
-    Subject(
-        WGMMA_FP8_RESCALED,
-        {"accumulation_error": FP32_ERROR, "rescaling_error": RESCALING_ERROR},
-        after_rescaled,
-    ),
-)
 
 
 def drawn_cases(seed: int = 0) -> Iterator[Case]:
@@ -159,6 +138,60 @@ def drawn_cases(seed: int = 0) -> Iterator[Case]:
         yield Case(**options | (fixed[i] if i < len(fixed) else sizes))
 
 
+def cases_of(*sizes: tuple[int, int, int]) -> Iterator[Case]:
+    """Of M, N and K: near scales and wide ones, zeros, and NaN."""
+    for i, (size, kind) in enumerate(product(sizes, ("near", "wide", "zeros", "nan"))):
+        bias = (None, torch.float32, torch.bfloat16)[i % 3]
+        yield Case(*size, (kind, kind), Schedule(i, 1 + i % 3, i % 2 == 0), bias=bias)
+
+
+def most_ctas(kernel: KernelSpec, case: Case) -> Config:
+    """As many CTAs as the case says, or as have something to do."""
+    configs = ({"ctas": ctas} for ctas in range(case.ctas, 0, -1))
+    return next(each for each in configs if kernel.misfit(TARGET, case.problem, each) is None)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel that the emulator runs.
+
+    Attributes:
+        cases: those that it is tried with.
+        errors: what ``assert_close_to_reference`` grants its results.
+        after: called after each launch with its number and the workspace.
+        config: of a case.
+    """
+
+    kernel: KernelSpec
+    cases: Sequence[Case]
+    errors: Mapping[str, float] = field(default_factory=dict)
+    after: Callable[[Case, Operand, Operand, int, Tensor], None] = lambda *of: None
+    config: Callable[[KernelSpec, Case], Config] = lambda kernel, case: kernel.configure(
+        TARGET, case.problem
+    )
+
+
+RESCALED = Subject(
+    WGMMA_FP8_RESCALED,
+    [*drawn_cases()],
+    {"accumulation_error": FP32_ERROR, "rescaling_error": RESCALING_ERROR},
+    after_rescaled,
+    most_ctas,
+)
+OTHERS = {
+    "gemv": cases_of((1, 33, 96), (5, 64, 544), (16, 7, 256)),
+    "wgmma_fp8": cases_of((1, 33, 96), (3, 40, 256)),
+    "wgmma_fp8_tiled": cases_of((300, 72, 160)),
+    "wgmma_bf16_few": cases_of((3, 40, 256)),
+    "wgmma_bf16": cases_of((70, 66, 320), (129, 72, 96)),
+    "wgmma_f16_tiled": cases_of((70, 66, 320)),
+}
+SUBJECTS = (
+    RESCALED,
+    *(Subject(k, [*OTHERS[k.name]]) for k in kernels_of("linear") if k.name in OTHERS),
+)
+
+
 def check(subject: Subject, case: Case, csrc: Path | None = None) -> None:
     """Emulate a case.
 
@@ -170,23 +203,21 @@ def check(subject: Subject, case: Case, csrc: Path | None = None) -> None:
     rows = zip(case.kinds, (case.M, case.N), strict=True)
     x, w = (KINDS[kind](count, case.K, generator) for kind, count in rows)
     bias = None if case.bias is None else torch.randn(case.N, generator=generator).to(case.bias)
+    dtype = torch.float16 if case.out_dtype == "fp16" else torch.bfloat16
+    tensors = [*x, *w, bias, Out((case.M, case.N), dtype)]
     with in_slices_of(case.blocks) if case.blocks else nullcontext():
-        problem = case.problem
-        fitting = (
-            {"ctas": ctas}
-            for ctas in range(case.ctas, 0, -1)
-            if subject.kernel.misfit(TARGET, problem, {"ctas": ctas}) is None
-        )
-        dtype = torch.float16 if case.out_dtype == "fp16" else torch.bfloat16
-        tensors = [*x, *w, bias, Out((case.M, case.N), dtype)]
-        given = problem, next(fitting), tensors, case.schedule
-        after = partial(subject.after, case, x, w)
-        (out,) = launch(subject.kernel, *given, after=after, csrc=csrc)
+        config, after = subject.config(subject.kernel, case), partial(subject.after, case, x, w)
+        given = subject.kernel, case.problem, config, tensors, case.schedule
+        (out,) = launch(*given, after=after, csrc=csrc)
     assert_close_to_reference(out, *x, *w, bias, **subject.errors)
 
 
-@pytest.mark.parametrize("case", list(drawn_cases()), ids=str)
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.kernel.name)
+TRIALS = [(subject, case) for subject in SUBJECTS for case in subject.cases]
+
+
+@pytest.mark.parametrize(
+    ("subject", "case"), TRIALS, ids=[f"{subject.kernel.name} {case}" for subject, case in TRIALS]
+)
 def test_any_operands_and_schedule_give_the_reference(subject: Subject, case: Case) -> None:
     check(subject, case)
 
@@ -243,5 +274,5 @@ def test_a_planted_mistake_is_found(what: str, tmp_path: Path) -> None:
     (path,) = (path for path, text in texts.items() if text.count(right) == 1)
     path.write_text(texts[path].replace(right, wrong))
     with pytest.raises((EmulatedError, AssertionError)):
-        for case in drawn_cases():
-            check(SUBJECTS[0], case, csrc)
+        for case in RESCALED.cases:
+            check(RESCALED, case, csrc)
