@@ -78,7 +78,7 @@ def test_a_cell_names_what_ran_and_the_better_of_hummings_two_kinds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = {"ours_us": 10.0, "ours_bf16_x_us": 12.5, "bf16_us": 15.0}
-    problem = LinearProblem(400, 2304, 6144)
+    problem = LinearProblem(400, 9216, 6144)
     row = every_m.row_of(hardware("sm_90a"), problem, times)
     assert row["kernel"] == "wgmma_bf16" and "x" in str(row["config"])
     assert row["over_bf16"] == 1.5 and row["bf16_x_over_bf16"] == 1.2
