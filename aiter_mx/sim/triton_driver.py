@@ -269,7 +269,7 @@ def _pointed_to(name: str, tensor: Any) -> list[Region]:
 
 
 _ADDRESSES = ("*i64", "*u64")
-_LOWEST_ADDRESS = 1 << 40  # what is less are other numbers
+_LOWEST_ADDRESS = 1 << 22  # what is less are other numbers: programs begin there, then their heap
 _FLOATS = ("fp16", "bf16", "fp32", "fp64", "f32", "f64")
 
 
