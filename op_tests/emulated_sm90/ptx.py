@@ -99,8 +99,6 @@ _FUNCTIONS = {  # of all operands but the first, which gets the result
             "cvt.rn.f16x2.f32": "cvt_f16x2_f32",
             "mul.rn.f16x2": "mul_f16x2",
             "mul.rn.bf16x2": "mul_bf16x2",
-            "mul.f16x2": "mul_f16x2",
-            "mul.bf16x2": "mul_bf16x2",
             "fma.rn.f16x2": "fma_f16x2",
             "fma.rn.bf16x2": "fma_bf16x2",
             "max.u16x2": "max_u16x2",
@@ -112,38 +110,24 @@ _FUNCTIONS = {  # of all operands but the first, which gets the result
         }.items()
     },
     "ex2.approx.ftz.f32": "exp2f",
-    "ex2.approx.f32": "exp2f",
     "rcp.approx.ftz.f32": "1.0f / ",
 }
 _OPERATORS = {
     "and.b32": "&",
     "or.b32": "|",
-    "xor.b32": "^",
-    "and.b64": "&",
     "or.b64": "|",
     "add.u32": "+",
-    "add.s32": "+",
-    "sub.u32": "-",
-    "add.u64": "+",
-    "mul.f32": "*",
-    "add.f32": "+",
-    "mul.rn.f32": "*",
-    "add.rn.f32": "+",
-    "and.pred": "&&",
     "or.pred": "||",
 }
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _ATOMICS = {
     "add": "x_ + y_",
     "or": "x_ | y_",
-    "and": "x_ & y_",
     "exch": "y_",
-    "max": "x_ > y_ ? x_ : y_",
-    "min": "x_ < y_ ? x_ : y_",
 }
 # {0} is the first operand, {site} the number of the statement.
 _CALLS = {
-    r"(fence|prefetch|membar|applypriority|discard|griddepcontrol\.launch).*": "maybe_yield()",
+    r"(fence|prefetch|griddepcontrol\.launch).*": "maybe_yield()",
     r"bar\.arrive": "named_barrier({site}, {0}, {1}, 0, 0, true, false)",
     r"mbarrier\.init.*": "mbarrier_init({0}, {1})",
     r"mbarrier\.arrive\.expect_tx.*": "mbarrier_arrive({1}, {2})",
@@ -249,16 +233,15 @@ def _load_or_store(found: re.Match[str], of: Operands) -> str:
     return " ".join(code)
 
 
-@_instruction(r"(atom|red)((?:\.[\w:]+)*?)\.(add|or|exch|and|max|min|cas)\.(\w+)")
+@_instruction(r"(atom|red)((?:\.[\w:]+)*?)\.(add|or|exch)\.(\w+)")
 def _atomic(found: re.Match[str], of: Operands) -> str:
     returns, type_ = found[1] == "atom", _TYPES[found[4]]
     first = 1 if returns else 0
-    new = _ATOMICS.get(found[3]) or f"x_ == y_ ? ({type_}){of[first + 2]} : x_"
     where = f'{_space(found[2])}({of[first]}, sizeof({type_}), "{found[0]}")'
     result = f"{of[0]} = x_; " if returns and of.texts[0] != "_" else ""
     return (
         f"emulated::contend(); auto* const p_ = ({type_}*){where}; const {type_} x_ = *p_, "
-        f"y_ = ({type_}){of[first + 1]}; *p_ = {new}; {result}emulated::contend();"
+        f"y_ = ({type_}){of[first + 1]}; *p_ = {_ATOMICS[found[3]]}; {result}emulated::contend();"
     )
 
 

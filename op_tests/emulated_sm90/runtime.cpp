@@ -56,7 +56,8 @@ namespace emulated {
 namespace {
 
 constexpr unsigned kSharedBytes = 256 << 10, kFirst = 1024, kMostShared = 228 << 10;
-constexpr unsigned kPoison = 0x7fb5a5a5; // a signalling NaN
+constexpr unsigned kPoison = 0x7fb5a5a5;                   // a signalling NaN
+constexpr int kRegisters = 64 << 10, kLeastRegisters = 24; // of an SM, of a thread
 constexpr size_t kStack = 128 << 10, kPage = 4096;
 constexpr size_t kGuard = 16 << 20; // around tensors: what an index that is wrong by rows goes to
 constexpr u64 kMagic = 0xba881e50ba881e5aull;
@@ -167,6 +168,7 @@ struct Block {
     std::vector<Thread*> threads;
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<std::unique_ptr<Warpgroup>> groups;
+    std::map<int, int> registers; // of a thread of each warpgroup that asked for so many
     int running = 0, priority = 0;
     int copies = 0; // under way
     std::map<int, NamedBarrier> named_barriers;
@@ -427,9 +429,6 @@ void finish_collective(Warp* w, unsigned mask, Kind kind, unsigned width) {
             case kReduceOr:
                 all |= v;
                 break;
-            case kReduceAnd:
-                all &= v;
-                break;
             default:
                 break;
             }
@@ -458,16 +457,8 @@ void finish_collective(Warp* w, unsigned mask, Kind kind, unsigned width) {
         case kShflUp:
             source = l - (int)s.arg < segment ? l : l - (int)s.arg;
             break;
-        case kShflDown:
-            source = l + (int)s.arg >= segment + (int)width ? l : l + (int)s.arg;
-            break;
         case kShflXor:
             source = (l ^ (int)s.arg) >= segment + (int)width ? l : l ^ (int)s.arg;
-            break;
-        case kMatchAny:
-            for (int o = 0; o < 32; ++o)
-                if (mask >> o & 1 && w->slots[o].value == s.value)
-                    r |= 1u << o;
             break;
         default:
             r = all;
@@ -1088,8 +1079,20 @@ void execute(Block* block, Warpgroup* g) {
 } // namespace
 
 void setmaxnreg(int site, int registers) {
-    if (registers % 8 || registers < 24 || registers > 256)
+    if (registers % 8 || registers < kLeastRegisters || registers > 256)
         fail("setmaxnreg of %d", registers);
+    Block* const b = self()->block;
+    b->registers[self()->index / 128] = registers;
+    const int threads = (int)b->threads.size(), groups = (threads + 127) / 128;
+    // At most, as a launch may have fewer; others keep the least that there is.
+    const int launched = kRegisters / threads / 8 * 8 * groups;
+    int wanted = kLeastRegisters * (groups - (int)b->registers.size());
+    for (const auto& [group, own] : b->registers)
+        wanted += own;
+    if (wanted > launched)
+        fail("setmaxnreg: %d registers are wanted by a thread of each warpgroup together, and a "
+             "launch has %d: it never ends",
+             wanted, launched);
     aligned(site);
 }
 void grid_wait() {
@@ -1099,13 +1102,16 @@ void grid_wait() {
     }
     maybe_yield();
 }
+// Of so many matrices of eight rows, of which each lane has one.
+static void addresses_of_rows(unsigned (&at)[32], int count, unsigned own) {
+    for (int row = 0; row < 8 * count; ++row)
+        at[row] = emulated_shuffle(kShfl, ~0u, own, row, 32);
+}
 void load_matrices(int site, unsigned* v, int count, unsigned address, bool transposed) {
     aligned(site);
     Thread* t = self();
-    t->result = address;
     unsigned at[32];
-    for (int l = 0; l < 8 * count; ++l)
-        at[l] = emulated_shuffle(kShfl, ~0u, address, l, 32);
+    addresses_of_rows(at, count, address);
     for (int i = 0; i < count; ++i) {
         const int g = t->lane / 4, q = t->lane % 4;
         if (!transposed)
@@ -1123,8 +1129,7 @@ void store_matrices(int site, const unsigned* v, int count, unsigned address, bo
     aligned(site);
     Thread* t = self();
     unsigned at[32];
-    for (int l = 0; l < 8 * count; ++l)
-        at[l] = emulated_shuffle(kShfl, ~0u, address, l, 32);
+    addresses_of_rows(at, count, address);
     for (int i = 0; i < count; ++i) {
         const int g = t->lane / 4, q = t->lane % 4;
         if (!transposed)

@@ -26,17 +26,12 @@ enum Kind {
     kBallot,
     kShfl,
     kShflUp,
-    kShflDown,
     kShflXor,
     kReduceMax,
     kReduceMin,
     kReduceAdd,
     kReduceOr,
-    kReduceAnd,
-    kMatchAny,
     kAligned,
-    kMatrices,
-    kKinds
 };
 // All lanes of the mask arrive; `value` is handed around. key has to be alike.
 unsigned collective(Kind kind, unsigned mask, unsigned key, unsigned value, unsigned arg = 0,
@@ -308,19 +303,10 @@ inline double max(double a, double b) { return fmax(a, b); }
 
 inline float __uint_as_float(unsigned u) { return emulated::float_of_bits(u); }
 inline unsigned __float_as_uint(float x) { return emulated::bits_of(x); }
-inline float __int_as_float(int u) { return emulated::float_of_bits(u); }
-inline int __float_as_int(float x) { return emulated::bits_of(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
-inline unsigned __brev(unsigned x) {
-    unsigned r = 0;
-    for (int i = 0; i < 32; ++i)
-        r |= (x >> i & 1) << (31 - i);
-    return r;
-}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     return emulated::prmt(a, b, s & 0x7777);
 }
@@ -363,11 +349,7 @@ template <class X>
 inline X __ldg(const X* p) {
     return *(const X*)emulated::global_place((unsigned long long)(uintptr_t)p, sizeof(X), "__ldg");
 }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return expf(x); }
-inline float __frcp_rn(float x) { return 1 / x; }
 inline unsigned long long __cvta_generic_to_shared(const void* p) { return emulated::to_shared(p); }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 inline void __syncwarp(unsigned mask = ~0u) {
     emulated::collective(emulated::kSyncWarp, mask, 0, 0);
@@ -400,10 +382,6 @@ inline X __shfl_up_sync(unsigned m, X x, unsigned d, int width = 32) {
     return emulated_shuffle(emulated::kShflUp, m, x, d, width);
 }
 template <class X>
-inline X __shfl_down_sync(unsigned m, X x, unsigned d, int width = 32) {
-    return emulated_shuffle(emulated::kShflDown, m, x, d, width);
-}
-template <class X>
 inline X __shfl_xor_sync(unsigned m, X x, int d, int width = 32) {
     return emulated_shuffle(emulated::kShflXor, m, x, d, width);
 }
@@ -422,18 +400,9 @@ inline X __reduce_add_sync(unsigned m, X x) {
 inline unsigned __reduce_or_sync(unsigned m, unsigned x) {
     return emulated::collective(emulated::kReduceOr, m, 0, x);
 }
-inline unsigned __reduce_and_sync(unsigned m, unsigned x) {
-    return emulated::collective(emulated::kReduceAnd, m, 0, x);
-}
-inline unsigned __match_any_sync(unsigned m, unsigned x) {
-    return emulated::collective(emulated::kMatchAny, m, 0, x);
-}
 inline void __syncthreads() { emulated::syncthreads(0, 0); }
 inline int __syncthreads_or(int x) { return emulated::syncthreads(1, x); }
-inline int __syncthreads_and(int x) { return emulated::syncthreads(2, x); }
 inline int __syncthreads_count(int x) { return emulated::syncthreads(3, x); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 inline void __nanosleep(unsigned) { emulated::nanosleep(); }
 [[noreturn]] inline void __trap() { emulated::fail("__trap"); }
 #define EMULATED_ATOMIC(name, e)                                                                   \
@@ -446,18 +415,4 @@ inline void __nanosleep(unsigned) { emulated::nanosleep(); }
         return x;                                                                                  \
     }
 EMULATED_ATOMIC(atomicAdd, x + y)
-EMULATED_ATOMIC(atomicSub, x - y)
-EMULATED_ATOMIC(atomicMax, x > y ? x : y)
-EMULATED_ATOMIC(atomicMin, x < y ? x : y)
-EMULATED_ATOMIC(atomicExch, y)
 EMULATED_ATOMIC(atomicOr, x | y)
-EMULATED_ATOMIC(atomicAnd, x& y)
-template <class X>
-inline X atomicCAS(X* p, X expected, X y) {
-    emulated::contend();
-    const X x = *p;
-    if (x == expected)
-        *p = y;
-    return x;
-}
-#define __builtin_assume(x) ((void)0)

@@ -244,6 +244,7 @@ PLANTED = {  # in sources of the linear: text that is there once, and what stand
         return ring.at;
 """,
     ),
+    "more registers than a launch has": ("kConsumerRegisters = 232;", "kConsumerRegisters = 240;"),
     "products read before they have come": ("wgmma_wait<Behind>();", "wgmma_wait<Behind + 1>();"),
     "a part that is not added": (
         "for (int cluster = first + ManyBefore; cluster <= last; ++cluster)",
