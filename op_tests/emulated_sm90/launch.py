@@ -38,12 +38,13 @@ class Schedule:
 
     Attributes:
         seed: of every choice: which fiber goes on, when a copy comes and a wgmma reads.
-        resident: blocks of a grid that run interleaved.
+        resident: most blocks of a grid that run interleaved; all where None. Whether
+            they start together, or late and one by one, is drawn.
         guarded_ends: whether tensors end where memory ends, or begin where it begins.
     """
 
     seed: int
-    resident: int = 1
+    resident: int | None = 1
     guarded_ends: bool = True
 
 
@@ -124,6 +125,8 @@ def launch(
     csrc: Path | None = None,
 ) -> list[Tensor]:
     """The results of a call, one for each ``Out`` among ``tensors``.
+
+    What a ``wgmma`` reads before a proxy fence counts as NaN, and who wrote it is printed.
 
     Args:
         kernel, problem, config: what is launched; everything that the host computes comes from
@@ -224,19 +227,23 @@ class _Launch:
             ctypes.memmove(places[i], arg, len(arg))
         three, message = ctypes.c_uint * 3, ctypes.create_string_buffer(1 << 16)
         geometry = self.geometry
+        resident = schedule.resident or prod(geometry.grid)
         failed = runtime().emulated_launch(
             *(ctypes.byref(self.kernel), three(*geometry.grid), three(*geometry.block)),
             *(geometry.shared_bytes, places, ctypes.c_ulonglong(schedule.seed + 1000 * self.index)),
-            *(schedule.resident, ctypes.c_ulonglong(_MOST_SWITCHES), int(until_wait)),
+            *(resident, ctypes.c_ulonglong(_MOST_SWITCHES), int(until_wait)),
             *(message, ctypes.c_size_t(len(message))),
         )
+        said = message.value.decode()
+        if said and not failed:  # pytest shows it where the test fails
+            print(f"launch {self.index}, {self.module.symbol}: {with_lines(said)}\n  read as NaN")
         if failed:
             how = ctypes.create_string_buffer(400)
             runtime().emulated_schedule(how, ctypes.c_size_t(len(how)))
             when = "before the launch ahead is waited for: " if until_wait else ""
             raise EmulatedError(
                 f"launch {self.index}, {self.module.symbol} {geometry.grid}: {when}"
-                f"{with_lines(message.value.decode())}\n  {schedule}; {how.value.decode()}"
+                f"{with_lines(said)}\n  {schedule}; {how.value.decode()}"
             )
 
 

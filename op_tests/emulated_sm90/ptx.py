@@ -127,6 +127,9 @@ _ATOMICS = {
 }
 # {0} is the first operand, {site} the number of the statement.
 _CALLS = {
+    r"fence\.proxy\.async": "proxy_fence(true, true)",
+    r"fence\.proxy\.async\.shared::c.*": "proxy_fence(true, false)",
+    r"fence\.proxy\.async\.global": "proxy_fence(false, true)",
     r"(fence|prefetch|griddepcontrol\.launch).*": "maybe_yield()",
     r"bar\.arrive": "named_barrier({site}, {0}, {1}, 0, 0, true, false)",
     r"mbarrier\.init.*": "mbarrier_init({0}, {1})",
@@ -134,7 +137,8 @@ _CALLS = {
     r"mbarrier\.arrive\.(?!expect_tx).*": "mbarrier_arrive({1}, 0)",
     r"cp\.async\.mbarrier\.arrive\.noinc.*": "mbarrier_arrive_copied({0})",
     r"cp\.async\.bulk\.commit_group": "bulk_commit()",
-    r"cp\.async\.bulk\.wait_group(\.read)?": "bulk_wait({0})",
+    r"cp\.async\.bulk\.wait_group": "bulk_wait({0}, false)",
+    r"cp\.async\.bulk\.wait_group\.read": "bulk_wait({0}, true)",
     r"cp\.async\.commit_group": "cp_async_commit()",
     r"cp\.async\.wait_group": "cp_async_wait({0})",
     r"barrier\.cluster\.arrive.*": "cluster_arrive()",
@@ -213,7 +217,7 @@ def _select(found: re.Match[str], of: Operands) -> str:
 
 
 def _space(modifiers: str) -> str:
-    return "emulated::shared_place" if ".shared" in modifiers else "emulated::global_place"
+    return "shared" if ".shared" in modifiers else "global"
 
 
 @_instruction(r"(ld|st)((?:\.[\w:]+)*?)(?:\.v([24]))?\.([ubf]\d+)")
@@ -222,7 +226,9 @@ def _load_or_store(found: re.Match[str], of: Operands) -> str:
     registers, address = (of.vector(0), of[1]) if loads else (of.vector(1), of[0])
     assert len(registers) == int(found[3] or 1), found[0]
     meets = {"acquire", "release", "volatile"} & set(modifiers.split("."))
-    where = f'{_space(modifiers)}({address}, {size * len(registers)}, "{found[0]}")'
+    bytes_ = size * len(registers)
+    space = _space(modifiers)
+    where = f'emulated::{space}_place({address}, {bytes_}, "{found[0]}")'
     code = ["emulated::contend();"] * bool(meets) + [f"char* const p_ = (char*){where};"]
     for i, register in enumerate(registers):
         place = f"p_ + {i * size}"
@@ -230,6 +236,10 @@ def _load_or_store(found: re.Match[str], of: Operands) -> str:
             code.append(f"{register} = emulated::ld<{size}, decltype({register})>({place});")
         else:
             code.append(f"emulated::st<{size}>({place}, {register});")
+    if not loads:
+        code.append(f"emulated::wrote_{space}(p_, {bytes_});")
+    if meets or ("relaxed" in modifiers and ".cta.global" not in modifiers):
+        code.append(f"emulated::polled(p_, {bytes_});" if loads else "emulated::written(p_);")
     return " ".join(code)
 
 
@@ -237,11 +247,14 @@ def _load_or_store(found: re.Match[str], of: Operands) -> str:
 def _atomic(found: re.Match[str], of: Operands) -> str:
     returns, type_ = found[1] == "atom", _TYPES[found[4]]
     first = 1 if returns else 0
-    where = f'{_space(found[2])}({of[first]}, sizeof({type_}), "{found[0]}")'
+    where = f'emulated::{_space(found[2])}_place({of[first]}, sizeof({type_}), "{found[0]}")'
     result = f"{of[0]} = x_; " if returns and of.texts[0] != "_" else ""
+    met = "if (*p_ != x_) emulated::written(p_);"
+    met += " else emulated::polled(p_, sizeof x_);" if returns else ""
     return (
         f"emulated::contend(); auto* const p_ = ({type_}*){where}; const {type_} x_ = *p_, "
-        f"y_ = ({type_}){of[first + 1]}; *p_ = {_ATOMICS[found[3]]}; {result}emulated::contend();"
+        f"y_ = ({type_}){of[first + 1]}; *p_ = {_ATOMICS[found[3]]}; {result}{met} "
+        "emulated::contend();"
     )
 
 

@@ -3,8 +3,9 @@
 // instruction. Copies and wgmmas happen at random times between their start and the wait for them,
 // so that what comes too early or too late changes results; what hardware leaves undefined fails.
 //
-// Fibers switch at those instructions alone, so that fences have nothing to do: memory order and
-// races between plain accesses are not emulated. Sums of wgmma are in fp32.
+// Fibers switch at those instructions alone, so that most fences have nothing to do: memory order
+// and races between plain accesses are not emulated. Fences between the generic and the async proxy
+// are: who wrote what by PTX, and whether a fence came behind it. Sums of wgmma are in fp32.
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
@@ -74,8 +75,23 @@ unsigned below(unsigned n) { return (unsigned)((random_bits() >> 32) * n >> 32);
 bool chance(unsigned of256) { return of256 && (random_bits() >> 32 & 255) < of256; }
 
 struct Block;
+struct Thread;
 struct Warp;
 struct Warpgroup;
+
+// Copies that a thread waits for together: parts that have not yet read shared memory, and parts
+// that have not yet written.
+struct CopyGroup {
+    int unread = 0, unwritten = 0;
+    unsigned number = 0; // of stores by TMA, see waited_at
+    std::vector<Thread*> waiters;
+};
+
+// What a thread found where others may write.
+struct Seen {
+    const void* place;
+    u64 words[2];
+};
 
 // A thread's accumulators of wgmmas that are under way: their values are here, and NaN where the
 // kernel has them, until they have been waited for.
@@ -84,6 +100,21 @@ struct Sums {
     u64 last_wgmma;
     float* places[128];
     float values[128];
+};
+
+// The last write to a word of shared memory by the generic proxy, and how many proxy fences had
+// come before it: of the thread that wrote, or of all where a copy did, for which any thread may
+// wait.
+enum Writer { kNobody, kThread, kCopy };
+struct Write {
+    int at; // the instruction, from the kernel's first
+    unsigned by : 2, thread : 10, fences : 20;
+};
+// The last write to a piece of memory, or store to it by TMA.
+struct GlobalWrite {
+    const void* at;
+    u64 time;
+    unsigned thread, group; // the group of stores, or 0
 };
 
 enum State { kRunnable, kBlocked, kDone };
@@ -101,10 +132,13 @@ struct Thread : ThreadIndices {
     std::vector<Sums*> all_sums;
     u64 issued;
     bool fenced;
-    std::vector<std::shared_ptr<int>> copies_closed; // groups: copies under way
-    std::shared_ptr<int> copies_open;
-    std::vector<std::shared_ptr<int>> bulk_closed;
-    std::shared_ptr<int> bulk_open;
+    std::vector<std::shared_ptr<CopyGroup>> copies_closed, bulk_closed;
+    std::shared_ptr<CopyGroup> copies_open, bulk_open;
+    unsigned number;        // of all that have started
+    unsigned shared_fences; // proxy fences so far
+    Seen seen[4];           // last, by loads of a polling loop
+    unsigned seen_count;
+    const void* polls; // where it is to find another value
 };
 
 // What a lane has come to a collective of its warp with.
@@ -129,6 +163,7 @@ struct Wgmma {
     u64 a, b;
     Sums* sums[128] = {};
     unsigned regs[128][4];
+    std::vector<unsigned> unfenced; // places of operands, 16 bytes each
 };
 
 struct Warpgroup {
@@ -145,9 +180,9 @@ struct NamedBarrier {
 };
 
 struct Mbarrier {
+    u64 phase = 0;
     int count, pending;
     long tx = 0;
-    u64 phase = 0;
     std::vector<Thread*> waiters;
 };
 
@@ -164,20 +199,22 @@ struct Launch {
 struct Block {
     Dim3 id;
     u64 number;
-    char* memory; // shared
+    char* memory;  // shared
+    Write* writes; // to each of its words
+    unsigned shared_fences = 0;
     std::vector<Thread*> threads;
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<std::unique_ptr<Warpgroup>> groups;
     std::map<int, int> registers; // of a thread of each warpgroup that asked for so many
     int running = 0, priority = 0;
-    int copies = 0; // under way
+    int copies = 0; // under way, that read or write its shared memory
     std::map<int, NamedBarrier> named_barriers;
     std::map<unsigned, Mbarrier> mbarriers;
 };
 
 // A copy that is under way, or part of one.
 struct Event {
-    Block* block;
+    Block* block; // none for one that goes on where the block has ended
     std::function<void()> run;
 };
 
@@ -188,6 +225,7 @@ struct Options {
     bool poison_copies;                               // their places, when they start
     bool wgmmas_last;                                 // after all else that can go on
     bool whole_boxes;                                 // come at once, not in parts
+    unsigned start_chance; // of 65536, at each switch, that a block that may start does
 };
 
 Launch launch_;
@@ -197,8 +235,23 @@ std::vector<Thread*> runnable;
 std::vector<Event> copies;
 std::vector<std::pair<Block*, Warpgroup*>> wgmmas_ready;
 std::vector<std::unique_ptr<Block>> blocks;
-std::vector<char*> free_stacks, free_memories;
+std::vector<u64> order; // of all blocks of the grid
+size_t next_block;      // in this order
+int most_resident;
+std::vector<Thread*> pollers; // those that found again what they had found
+int rounds_in_vain;           // of them, since something else happened
+constexpr int kMostRounds = 1000;
+// Writes to memory since the launch began, for each page and each 16 bytes of it.
+constexpr unsigned kPiece = 16;
+std::unordered_map<u64, std::unique_ptr<GlobalWrite[]>> global_writes;
+// Times, which proxy fences over memory count: of each thread's last of these, and of the wait for
+// each group of stores by TMA, or 0.
+u64 proxy_time;
+std::vector<u64> fenced_at, waited_at;
+std::vector<char*> free_stacks;
+std::vector<std::pair<char*, Write*>> free_memories;
 std::string error;
+std::string doubt; // what is wrong if the result depends on it
 bool in_launch = false, on_main = true;
 jmp_buf launch_point; // where the thread that launches goes on
 u64 switches, most_switches;
@@ -239,6 +292,12 @@ std::string name_of(const Thread* t) {
     return b;
 }
 
+// Where a thread is that does not run.
+std::string where_is(Thread* t) {
+    void** const frame = (void**)t->stack_pointer; // r15 r14 r13 r12 rbx rbp, return address
+    return frames_of((char*)frame[6] - 1, (void**)frame[5], t);
+}
+
 bool gave_up_early;
 // Ends the launch from wherever it is.
 [[noreturn]] void give_up(const std::string& said) {
@@ -272,7 +331,16 @@ void wake(std::vector<Thread*>& waiters) {
     waiters.clear();
 }
 
+void wake_poller(size_t i) {
+    make_runnable(pollers[i]);
+    pollers[i] = pollers.back();
+    pollers.pop_back();
+}
+// Something has happened that a thread may have waited for.
+void progress() { rounds_in_vain = 0; }
+
 void run_copy() {
+    progress();
     const unsigned i = below((unsigned)copies.size());
     Event e = std::move(copies[i]);
     copies[i] = std::move(copies.back());
@@ -280,11 +348,14 @@ void run_copy() {
     Thread* const own = self();
     current = nullptr;
     e.run();
-    --e.block->copies;
+    if (e.block)
+        --e.block->copies;
     current = own;
 }
 void execute(Block* block, Warpgroup* g);
+void meet_operands(Block* block, Wgmma& op);
 void run_wgmma() {
+    progress();
     const unsigned i = below((unsigned)wgmmas_ready.size());
     const auto [block, g] = wgmmas_ready[i];
     wgmmas_ready.erase(wgmmas_ready.begin() + i);
@@ -295,16 +366,16 @@ void run_wgmma() {
     if (until_wait && waiting_for_grid)
         give_up("");
     std::string text = "DEADLOCK: no thread can go on\n";
+    if (next_block < order.size())
+        text += "  " + std::to_string(order.size() - next_block) +
+                " blocks have not started, as no more may be resident\n";
     std::map<std::string, std::vector<Thread*>> alike;
     for (auto& b : blocks)
         for (Thread* t : b->threads)
             if (t->state == kBlocked) {
-                void** const frame =
-                    (void**)t->stack_pointer; // r15 r14 r13 r12 rbx rbp, return address
-                const std::string where = frames_of((char*)frame[6] - 1, (void**)frame[5], t);
                 char b[40];
                 snprintf(b, sizeof b, "block %llu warp %d", t->block->number, t->index / 32);
-                alike[std::string(b) + ": " + t->waits_for + " at" + where].push_back(t);
+                alike[std::string(b) + ": " + t->waits_for + " at" + where_is(t)].push_back(t);
             }
     for (auto& [what, those] : alike) {
         unsigned lanes = 0;
@@ -333,9 +404,22 @@ void run_wgmma() {
     give_up(text);
 }
 
+void start_block(u64 number);
+bool may_start_block() { return next_block < order.size() && (int)blocks.size() < most_resident; }
+void start_next_block() {
+    progress();
+    start_block(order[next_block++]);
+}
+
 // Picks what runs next, and switches to it.
 void schedule() {
     for (;;) {
+        if (may_start_block() && (random_bits() >> 32 & 65535) < options.start_chance) {
+            start_next_block();
+            continue;
+        }
+        if (!pollers.empty() && below(64) == 0) // for what plain stores have changed
+            wake_poller(below((unsigned)pollers.size()));
         if (chance(options.copy_chance) && !copies.empty()) {
             run_copy();
             continue;
@@ -347,6 +431,15 @@ void schedule() {
         if (!runnable.empty())
             break;
         if (copies.empty() && wgmmas_ready.empty()) {
+            if (may_start_block()) {
+                start_next_block();
+                continue;
+            }
+            if (!pollers.empty() && ++rounds_in_vain <= kMostRounds) {
+                while (!pollers.empty())
+                    wake_poller(pollers.size() - 1);
+                continue;
+            }
             int left = 0;
             for (auto& b : blocks)
                 left += b->running;
@@ -361,8 +454,17 @@ void schedule() {
     if (++switches > most_switches) {
         std::string text = "no end after so many switches: a loop that waits in vain?\n";
         for (size_t i = 0; i < runnable.size() && i < 6; ++i)
-            text += "  " + name_of(runnable[i]) + "\n";
+            text += "  " + name_of(runnable[i]) + " at" + where_is(runnable[i]) + "\n";
         give_up(text);
+    }
+    // A loop that looks again and again, but does not wait, keeps nothing else from happening.
+    if (switches % 4096 == 0) {
+        if (!copies.empty())
+            run_copy();
+        if (!wgmmas_ready.empty())
+            run_wgmma();
+        if (switches % (1 << 20) == 0 && may_start_block())
+            start_next_block();
     }
     Thread* const from = self();
     if (runnable.empty()) // all are done
@@ -507,6 +609,30 @@ void contend() {
 }
 void nanosleep() { schedule(); }
 
+// A thread that finds what it has found before looks again when another has written there, at
+// random, or where nothing else can go on.
+void polled(const void* place, unsigned bytes) {
+    Thread* t = self();
+    Seen now{place, {0, 0}};
+    memcpy(now.words, place, bytes);
+    bool again = false;
+    for (const Seen& before : t->seen)
+        again |= before.place == place && !memcmp(before.words, now.words, sizeof now.words);
+    if (!again) {
+        t->seen[t->seen_count++ % 4] = now;
+        return;
+    }
+    t->polls = place;
+    pollers.push_back(t);
+    block_on("polls %p, where it finds 0x%llx", place, now.words[0]);
+}
+void written(const void* place) {
+    progress();
+    for (size_t i = pollers.size(); i-- > 0;)
+        if (pollers[i]->polls == place)
+            wake_poller(i);
+}
+
 unsigned collective(Kind kind, unsigned mask, unsigned key, unsigned value, unsigned arg,
                     unsigned width) {
     Thread* t = self();
@@ -524,10 +650,9 @@ unsigned collective(Kind kind, unsigned mask, unsigned key, unsigned value, unsi
             continue;
         if (s.mask != mask || s.kind != kind || s.key != key) {
             Thread* other = w->lanes[l];
-            void** const frame = (void**)other->stack_pointer;
             fail("%s (mask %08x, key %u) meets %s (mask %08x, key %u) of lane %d at%s",
                  kKindNames[kind], mask, key, kKindNames[s.kind], s.mask, s.key, l,
-                 frames_of((char*)frame[6] - 1, (void**)frame[5], other).substr(0, 500).c_str());
+                 where_is(other).substr(0, 500).c_str());
         }
         here |= 1u << l;
     }
@@ -537,8 +662,7 @@ unsigned collective(Kind kind, unsigned mask, unsigned key, unsigned value, unsi
         maybe_yield();
         return t->result;
     }
-    const unsigned missing = mask & ~here;
-    block_on("%s of mask %08x (lanes %08x missing when it came)", kKindNames[kind], mask, missing);
+    block_on("%s of mask %08x", kKindNames[kind], mask);
     return t->result;
 }
 
@@ -584,6 +708,105 @@ void* global_place(u64 address, unsigned size, const char* what) {
     return (void*)address;
 }
 
+// Proxies.
+
+static int kernel_place(const void* at) { return (int)((char*)at - (char*)launch_.function); }
+static std::string lines_of(const void* at) {
+    return " at" + frames_of((char*)at - 1, nullptr, self());
+}
+static unsigned fences_of(Block* b, const Write& write) {
+    return write.by == kCopy ? b->shared_fences : b->threads[write.thread]->shared_fences;
+}
+static void wrote_shared_at(Thread* t, Writer by, const void* place, unsigned bytes,
+                            const void* at) {
+    const auto first = (unsigned)((char*)place - t->block->memory);
+    Write write{kernel_place(at), by, (unsigned)t->index, 0};
+    write.fences = fences_of(t->block, write);
+    for (unsigned word = first / 4; word <= (first + bytes - 1) / 4; ++word)
+        t->block->writes[word] = write;
+}
+void wrote_shared(const void* place, unsigned bytes) {
+    wrote_shared_at(self(), kThread, place, bytes, __builtin_return_address(0));
+}
+// What of this was written, with no fence of the writer since; or nothing.
+static std::string unfenced(Block* b, unsigned address, unsigned bytes) {
+    for (unsigned word = address / 4; word < (address + bytes) / 4; ++word) {
+        const Write& write = b->writes[word];
+        if (write.by == kNobody)
+            continue;
+        Write now = write;
+        now.fences = fences_of(b, write);
+        if (now.fences != write.fences)
+            continue;
+        char said[120];
+        snprintf(said, sizeof said,
+                 "0x%x of shared memory, which thread %u has written without a proxy fence since,",
+                 word * 4, write.thread);
+        return said + lines_of((char*)launch_.function + write.at);
+    }
+    return "";
+}
+static void meet_shared(Block* b, unsigned address, unsigned bytes, const char* what) {
+    const std::string found = unfenced(b, address, bytes);
+    if (!found.empty())
+        fail("%s meets %s", what, found.c_str());
+}
+// What a copy that starts now writes over.
+static void copied_over(Block* b, unsigned address, unsigned bytes, const char* what) {
+    meet_shared(b, address, bytes, what);
+    memset(&b->writes[address / 4], 0, bytes / 4 * sizeof(Write));
+}
+static void wrote_global_at(u64 address, unsigned bytes, const GlobalWrite& write) {
+    for (u64 piece = address / kPiece; piece <= (address + bytes - 1) / kPiece; ++piece) {
+        auto& page = global_writes[piece * kPiece / kPage];
+        if (!page)
+            page.reset(new GlobalWrite[kPage / kPiece]());
+        page[piece % (kPage / kPiece)] = write;
+    }
+}
+void wrote_global(const void* place, unsigned bytes) {
+    const GlobalWrite write{__builtin_return_address(0), proxy_time, self()->number, 0};
+    wrote_global_at((u64)place, bytes, write);
+}
+// Whether a copy may load what was written in this launch.
+static void meet_global(u64 address, u64 bytes, const char* what) {
+    if (global_writes.empty() || !bytes)
+        return;
+    const GlobalWrite* page = nullptr;
+    u64 at = 0;
+    for (u64 piece = address / kPiece; piece <= (address + bytes - 1) / kPiece; ++piece) {
+        if (at != piece * kPiece / kPage || !page) {
+            at = piece * kPiece / kPage;
+            const auto found = global_writes.find(at);
+            if (found == global_writes.end()) {
+                piece = (at + 1) * kPage / kPiece - 1;
+                page = nullptr;
+                continue;
+            }
+            page = found->second.get();
+        }
+        const GlobalWrite& write = page[piece % (kPage / kPiece)];
+        if (!write.time)
+            continue;
+        const char* how = write.group ? "by TMA " : "";
+        const u64 time = write.group ? waited_at[write.group] : write.time;
+        if (!time)
+            fail("%s loads %p, where a store by TMA has not been waited for,%s", what,
+                 (void*)(piece * kPiece), lines_of(write.at).c_str());
+        if (fenced_at[write.thread] <= time && fenced_at[self()->number] <= time)
+            fail("%s loads %p, which was stored %sin this launch, and there is no proxy fence of "
+                 "either thread since:%s",
+                 what, (void*)(piece * kPiece), how, lines_of(write.at).c_str());
+    }
+}
+void proxy_fence(bool shared, bool global) {
+    Thread* t = self();
+    t->shared_fences += shared, t->block->shared_fences += shared;
+    if (global)
+        fenced_at[t->number] = ++proxy_time;
+    maybe_yield();
+}
+
 // Barriers of threads.
 
 static bool arrive_at(int id, int threads, int kind, int x, bool waits, int* result) {
@@ -601,6 +824,7 @@ static bool arrive_at(int id, int threads, int kind, int x, bool waits, int* res
     } else if (named_barrier.threads != threads || named_barrier.kind != kind)
         fail("barrier %d for %d threads (kind %d), where others came for %d (kind %d)", id, threads,
              kind, named_barrier.threads, named_barrier.kind);
+    progress();
     ++named_barrier.arrived;
     named_barrier.any |= x != 0, named_barrier.all &= x != 0, named_barrier.count += x != 0;
     if (named_barrier.arrived < named_barrier.threads) {
@@ -657,6 +881,7 @@ static void settle(Mbarrier& m) {
         return;
     ++m.phase;
     m.pending = m.count;
+    written(&m);
     wake(m.waiters);
 }
 void mbarrier_init(unsigned a, unsigned count) {
@@ -674,6 +899,7 @@ void mbarrier_init(unsigned a, unsigned count) {
 }
 void mbarrier_arrive(unsigned a, unsigned expect) {
     maybe_yield();
+    progress();
     Mbarrier& m = mbarrier_of(self()->block, a, "arrival");
     m.tx += expect;
     if (--m.pending < 0)
@@ -698,7 +924,9 @@ bool mbarrier_test(unsigned a, unsigned parity, bool may_wait) {
             return true;
         if (!may_wait) {
             schedule();
-            return (mbarrier_of(t->block, a, "wait").phase & 1) != parity;
+            if ((m.phase & 1) == parity)
+                polled(&m, sizeof m.phase);
+            return (m.phase & 1) != parity;
         }
         m.waiters.push_back(t);
         block_on("mbarrier 0x%x, parity %u, phase %llu", a, parity, m.phase);
@@ -719,7 +947,8 @@ static Map map_of(const void* p) {
     return {words[0], words[1], words[2], words[3], words[4], words[5]};
 }
 static void under_way(Block* b, std::function<void()> run) {
-    ++b->copies;
+    if (b)
+        ++b->copies;
     copies.push_back({b, std::move(run)});
 }
 static unsigned swizzled(const Map& map, unsigned address) {
@@ -727,6 +956,25 @@ static unsigned swizzled(const Map& map, unsigned address) {
         return address;
     return map.box_bytes == 128 ? address ^ (address >> 7 & 7) << 4
                                 : address ^ (address >> 7 & 3) << 4;
+}
+// A box's rows, some at a time.
+template <class F>
+static void in_parts(unsigned rows, F of) {
+    const unsigned parts = options.whole_boxes ? 1 : 1 + below(4);
+    for (unsigned i = 0; i < parts; ++i) {
+        const unsigned first = rows * i / parts, end = rows * (i + 1) / parts;
+        if (first < end)
+            of(first, end);
+    }
+}
+// What a box has of a tensor, a row at a time.
+template <class F>
+static void in_tensor(const Map& map, int column, int row, F of) {
+    const long first = std::max(column, 0);
+    const long end = std::min((long)(column + map.box_bytes), (long)map.row_bytes);
+    const long last = std::min((long)(row + map.box_rows), (long)map.rows);
+    for (long y = std::max(row, 0); first < end && y < last; ++y)
+        of(map.address + y * map.row_bytes + first, (unsigned)(end - first));
 }
 void tma_load(unsigned to, const void* p, int column, int row, unsigned barrier, unsigned mask) {
     Thread* t = self();
@@ -738,14 +986,13 @@ void tma_load(unsigned to, const void* p, int column, int row, unsigned barrier,
         fail("tma_load to 0x%x", to);
     mbarrier_of(t->block, barrier, "tma_load");
     unsigned char* const all = shared_of(t->block, to, row_bytes * rows, "tma_load");
+    copied_over(t->block, to, row_bytes * rows, "tma_load");
+    in_tensor(map, column, row,
+              [](u64 address, unsigned bytes) { meet_global(address, bytes, "tma_load"); });
     if (options.poison_copies)
         memset(all, 0xff, row_bytes * rows);
-    const unsigned parts = options.whole_boxes ? 1 : 1 + below(4);
     Block* const b = t->block;
-    for (unsigned i = 0; i < parts; ++i) {
-        const unsigned first = rows * i / parts, end = rows * (i + 1) / parts;
-        if (first == end)
-            continue;
+    in_parts(rows, [&](unsigned first, unsigned end) {
         under_way(b, [=] {
             for (unsigned r = first; r < end; ++r)
                 for (unsigned c = 0; c < row_bytes; c += 16) {
@@ -762,31 +1009,57 @@ void tma_load(unsigned to, const void* p, int column, int row, unsigned barrier,
                 }
             mbarrier_bytes(b, barrier, (end - first) * row_bytes);
         });
-    }
+    });
     maybe_yield();
 }
-static std::shared_ptr<int>& open_group(std::shared_ptr<int>& g) {
+static std::shared_ptr<CopyGroup>& open_group(std::shared_ptr<CopyGroup>& g) {
     if (!g)
-        g = std::make_shared<int>(0);
+        g = std::make_shared<CopyGroup>();
     return g;
 }
+static void is_over(CopyGroup& group, int CopyGroup::* parts) {
+    if (--(group.*parts) == 0)
+        wake(group.waiters);
+}
+// Reads shared memory at one time and writes memory at another, where the block may have ended.
 void tma_store(const void* p, int column, int row, unsigned from) {
     Thread* t = self();
     const Map map = map_of(p);
     const unsigned row_bytes = (unsigned)map.box_bytes, rows = (unsigned)map.box_rows;
+    if (from % (map.swizzled ? row_bytes * 8 : 128))
+        fail("tma_store from 0x%x", from);
     shared_of(t->block, from, row_bytes * rows, "tma_store");
-    auto group = open_group(t->bulk_open);
-    ++*group;
+    meet_shared(t->block, from, row_bytes * rows, "tma_store");
+    const std::shared_ptr<CopyGroup> group = open_group(t->bulk_open);
+    if (!group->number) {
+        group->number = (unsigned)waited_at.size();
+        waited_at.push_back(0);
+    }
+    const GlobalWrite write{__builtin_return_address(0), proxy_time, t->number, group->number};
+    in_tensor(map, column, row,
+              [&](u64 address, unsigned bytes) { wrote_global_at(address, bytes, write); });
     Block* const b = t->block;
-    under_way(b, [=] {
-        for (unsigned r = 0; r < rows; ++r)
-            for (unsigned c = 0; c < row_bytes; ++c) {
-                const long y = (long)row + r, x = (long)column + c;
-                if (y >= 0 && y < (long)map.rows && x >= 0 && x < (long)map.row_bytes)
-                    ((unsigned char*)map.address)[y * map.row_bytes + x] =
-                        *shared_of(b, swizzled(map, from + r * row_bytes + c), 1, "tma_store");
-            }
-        --*group;
+    in_parts(rows, [&](unsigned first, unsigned end) {
+        ++group->unread, ++group->unwritten;
+        under_way(b, [=] {
+            std::vector<unsigned char> read((end - first) * row_bytes);
+            for (unsigned r = first; r < end; ++r)
+                for (unsigned c = 0; c < row_bytes; c += 16)
+                    memcpy(&read[(r - first) * row_bytes + c],
+                           shared_of(b, swizzled(map, from + r * row_bytes + c), 16, "tma_store"),
+                           16);
+            is_over(*group, &CopyGroup::unread);
+            under_way(nullptr, [=] {
+                for (unsigned r = first; r < end; ++r)
+                    for (unsigned c = 0; c < row_bytes; ++c) {
+                        const long y = (long)row + r, x = (long)column + c;
+                        if (y >= 0 && y < (long)map.rows && x >= 0 && x < (long)map.row_bytes)
+                            ((unsigned char*)map.address)[y * map.row_bytes + x] =
+                                read[(r - first) * row_bytes + c];
+                    }
+                is_over(*group, &CopyGroup::unwritten);
+            });
+        });
     });
     maybe_yield();
 }
@@ -798,6 +1071,8 @@ void bulk_load(unsigned to, u64 from, unsigned bytes, unsigned barrier, unsigned
         fail("copy_bulk of %u bytes from %p to 0x%x", bytes, (void*)from, to);
     mbarrier_of(t->block, barrier, "copy_bulk");
     unsigned char* const place = shared_of(t->block, to, bytes, "copy_bulk");
+    copied_over(t->block, to, bytes, "copy_bulk");
+    meet_global(from, bytes, "copy_bulk");
     if (options.poison_copies)
         memset(place, 0xff, bytes);
     Block* const b = t->block;
@@ -807,22 +1082,31 @@ void bulk_load(unsigned to, u64 from, unsigned bytes, unsigned barrier, unsigned
     });
     maybe_yield();
 }
-static void wait_groups(std::vector<std::shared_ptr<int>>& closed, int pending) {
+// Waits for all groups but the last so many.
+static void wait_groups(std::vector<std::shared_ptr<CopyGroup>>& closed, int pending,
+                        bool only_read) {
+    Thread* t = self();
     for (int i = 0; i + pending < (int)closed.size(); ++i)
-        while (*closed[i])
-            if (!copies.empty() && !below(2))
-                run_copy();
-            else
-                schedule();
-    if ((int)closed.size() > pending)
-        closed.erase(closed.begin(), closed.end() - pending);
+        while (closed[i]->unread || (!only_read && closed[i]->unwritten)) {
+            closed[i]->waiters.push_back(t);
+            block_on("wait_group%s %d", only_read ? ".read" : "", pending);
+        }
+    if (only_read || (int)closed.size() <= pending)
+        return;
+    const auto end = closed.end() - pending;
+    for (auto group = closed.begin(); group != end; ++group)
+        if ((*group)->number)
+            waited_at[(*group)->number] = proxy_time;
+    closed.erase(closed.begin(), end);
 }
 void bulk_commit() {
     auto& o = open_group(self()->bulk_open);
     self()->bulk_closed.push_back(o);
     o = nullptr;
 }
-void bulk_wait(int pending) { wait_groups(self()->bulk_closed, pending); }
+void bulk_wait(int pending, bool only_read) {
+    wait_groups(self()->bulk_closed, pending, only_read);
+}
 void cp_async(unsigned to, u64 from, unsigned bytes, unsigned exist) {
     Thread* t = self();
     unsigned char* const place = shared_place(to, bytes, "cp.async");
@@ -831,11 +1115,13 @@ void cp_async(unsigned to, u64 from, unsigned bytes, unsigned exist) {
     if (options.poison_copies)
         memset(place, 0xff, bytes);
     auto group = open_group(t->copies_open);
-    ++*group;
+    ++group->unwritten;
+    const void* const at = __builtin_return_address(0);
     under_way(t->block, [=] {
         memset(place, 0, bytes);
         memcpy(place, (const void*)from, exist);
-        --*group;
+        wrote_shared_at(t, kCopy, place, bytes, at);
+        is_over(*group, &CopyGroup::unwritten);
     });
 }
 void cp_async_commit() {
@@ -843,7 +1129,7 @@ void cp_async_commit() {
     self()->copies_closed.push_back(o);
     o = nullptr;
 }
-void cp_async_wait(int pending) { wait_groups(self()->copies_closed, pending); }
+void cp_async_wait(int pending) { wait_groups(self()->copies_closed, pending, false); }
 void mbarrier_arrive_copied(unsigned a) {
     Thread* t = self();
     auto groups = t->copies_closed;
@@ -853,7 +1139,7 @@ void mbarrier_arrive_copied(unsigned a) {
     auto again = std::make_shared<std::function<void()>>();
     *again = [=] {
         for (auto& g : groups)
-            if (*g) {
+            if (g->unwritten) {
                 under_way(b, *again);
                 return;
             }
@@ -868,6 +1154,7 @@ void st_async(unsigned to, const void* words, unsigned bytes, unsigned barrier) 
     Thread* t = self();
     Block* const b = t->block;
     unsigned char* const place = shared_place(to, bytes, "st.async");
+    copied_over(b, to, bytes, "st.async");
     std::vector<char> held((const char*)words, (const char*)words + bytes);
     under_way(b, [=] {
         memcpy(place, held.data(), bytes);
@@ -953,8 +1240,11 @@ void wgmma(int site, int n, int type, float* const* d, int count, bool a_in_regi
     op.sums[lane] = sums;
     if (a_in_registers)
         memcpy(op.regs[lane], ra, 16);
-    if (++op.arrived == 128 && g->executed == index)
-        wgmmas_ready.push_back({t->block, g});
+    if (++op.arrived == 128) {
+        meet_operands(t->block, op);
+        if (g->executed == index)
+            wgmmas_ready.push_back({t->block, g});
+    }
     maybe_yield();
 }
 void wgmma_wait(int site, int pending) {
@@ -1005,14 +1295,39 @@ unsigned place_of(u64 desc, int r, int column) {
     }
     return address;
 }
-void load_operand(Block* block, u64 desc, int rows, int type, std::vector<float>& to) { // [rows][k]
-    const int k = type == 0 ? 32 : 16;
+// An operand may have rows whose products nobody uses, and which lie where anything may: what is
+// not fenced counts as NaN.
+void meet_operands(Block* block, Wgmma& op) {
+    const auto meet = [&](u64 desc, int rows) {
+        for (int r = 0; r < rows; ++r)
+            for (int half = 0; half < 2; ++half) {
+                const unsigned at = place_of(desc, r, half * 16);
+                shared_of(block, at, 16, "wgmma");
+                const std::string found = unfenced(block, at, 16);
+                if (found.empty())
+                    continue;
+                op.unfenced.push_back(at);
+                if (doubt.empty())
+                    doubt = "a wgmma in " + name_of(self()) + " meets " + found;
+            }
+    };
+    meet(op.b, op.n);
+    if (!op.a_in_registers)
+        meet(op.a, 64);
+}
+void load_operand(Block* block, const Wgmma& op, u64 desc, int rows,
+                  std::vector<float>& to) { // [rows][k]
+    const int type = op.type, k = type == 0 ? 32 : 16;
     to.resize((size_t)rows * k);
     for (int r = 0; r < rows; ++r)
         for (int half = 0; half < 2; ++half) {
-            const unsigned char* p = shared_of(block, place_of(desc, r, half * 16), 16, "wgmma");
+            const unsigned at = place_of(desc, r, half * 16);
+            const unsigned char* p = shared_of(block, at, 16, "wgmma");
             float* out = &to[(size_t)r * k + half * (k / 2)];
-            if (type == 0)
+            if (!op.unfenced.empty() &&
+                std::find(op.unfenced.begin(), op.unfenced.end(), at) != op.unfenced.end())
+                std::fill(out, out + k / 2, NAN);
+            else if (type == 0)
                 for (int i = 0; i < 16; ++i)
                     out[i] = kE4m3[p[i]];
             else
@@ -1030,7 +1345,7 @@ void execute(Block* block, Warpgroup* g) {
     static std::vector<float> a, b, bt, d;
     if (op.transposes || op.negates)
         fail("wgmma with transposed or negated operands");
-    load_operand(block, op.b, n, op.type, b);
+    load_operand(block, op, op.b, n, b);
     if (op.a_in_registers) {
         a.assign((size_t)64 * k, 0);
         for (int t = 0; t < 128; ++t)
@@ -1045,7 +1360,7 @@ void execute(Block* block, Warpgroup* g) {
         if (op.type == 0)
             fail("wgmma over fp8 with A in registers");
     } else
-        load_operand(block, op.a, 64, op.type, a);
+        load_operand(block, op, op.a, 64, a);
     bt.resize((size_t)k * n);
     for (int j = 0; j < n; ++j)
         for (int i = 0; i < k; ++i)
@@ -1126,18 +1441,24 @@ void load_matrices(int site, unsigned* v, int count, unsigned address, bool tran
     aligned(site);
 }
 void store_matrices(int site, const unsigned* v, int count, unsigned address, bool transposed) {
+    const void* const caller = __builtin_return_address(0);
     aligned(site);
     Thread* t = self();
     unsigned at[32];
     addresses_of_rows(at, count, address);
+    const auto put = [&](unsigned row, int byte, const void* value, unsigned bytes) {
+        unsigned char* const place = shared_place(at[row], 16, "stmatrix") + byte;
+        memcpy(place, value, bytes);
+        wrote_shared_at(t, kThread, place, bytes, caller);
+    };
     for (int i = 0; i < count; ++i) {
         const int g = t->lane / 4, q = t->lane % 4;
         if (!transposed)
-            memcpy(shared_place(at[8 * i + g], 16, "stmatrix") + 4 * q, &v[i], 4);
+            put(8 * i + g, 4 * q, &v[i], 4);
         else {
             const uint16_t low = lower(v[i]), high = upper(v[i]);
-            memcpy(shared_place(at[8 * i + 2 * q], 16, "stmatrix") + 2 * g, &low, 2);
-            memcpy(shared_place(at[8 * i + 2 * q + 1], 16, "stmatrix") + 2 * g, &high, 2);
+            put(8 * i + 2 * q, 2 * g, &low, 2);
+            put(8 * i + 2 * q + 1, 2 * g, &high, 2);
         }
     }
     aligned(site);
@@ -1218,9 +1539,8 @@ char* new_stack() {
     }
     char* s = (char*)mmap(nullptr, kStack + kPage, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (s == MAP_FAILED)
-        abort();
-    mprotect(s, kPage, PROT_NONE);
+    if (s == MAP_FAILED || mprotect(s, kPage, PROT_NONE))
+        give_up("no room for the stacks of so many threads: fewer blocks may be resident");
     return s + kPage;
 }
 
@@ -1236,6 +1556,7 @@ void fiber_main() {
     w->done |= 1u << t->lane;
     t->state = kDone;
     drop(t);
+    progress();
     Block* b = t->block;
     if (--b->running == 0) {
         if (until_wait)
@@ -1260,9 +1581,9 @@ void start_block(u64 number) {
     if (free_memories.empty()) {
         char* m = (char*)mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        free_memories.push_back(m);
+        free_memories.push_back({m, (Write*)calloc(kSharedBytes / 4, sizeof(Write))});
     }
-    b->memory = free_memories.back();
+    std::tie(b->memory, b->writes) = free_memories.back();
     free_memories.pop_back();
     memset(b->memory, 0xff, kSharedBytes);
     const int count = (int)(launch_.block.x * launch_.block.y * launch_.block.z);
@@ -1282,6 +1603,8 @@ void start_block(u64 number) {
         t->block = b.get();
         t->warp = b->warps.back().get();
         t->index = i;
+        t->number = (unsigned)fenced_at.size();
+        fenced_at.push_back(0);
         t->lane = i % 32;
         t->warp->lanes[t->lane] = t;
         t->warp->exist |= 1u << t->lane;
@@ -1311,18 +1634,16 @@ void end_block(size_t i, bool reuse) {
             delete a;
         delete t;
     }
-    free_memories.push_back(b->memory);
+    memset(b->writes, 0, (launch_.next_static + 3) / 4 * sizeof(Write));
+    free_memories.push_back({b->memory, b->writes});
     blocks.erase(blocks.begin() + (long)i);
 }
 
-// All blocks of a grid, so many at a time.
-void run_blocks(const std::vector<u64>& order, int resident) {
-    size_t next = 0;
-    while (error.empty() && !gave_up_early) {
-        while ((int)blocks.size() < resident && next < order.size())
-            start_block(order[next++]);
+// All blocks of a grid, and then what their stores have left to write.
+void run_blocks() {
+    while (error.empty() && !gave_up_early && (!blocks.empty() || next_block < order.size())) {
         if (blocks.empty())
-            break;
+            start_next_block();
         schedule();
         on_main = true;
         for (size_t i = 0; i < blocks.size();)
@@ -1331,6 +1652,8 @@ void run_blocks(const std::vector<u64>& order, int resident) {
             else
                 ++i;
     }
+    while (error.empty() && !copies.empty())
+        run_copy();
 }
 
 void on_signal(int number, siginfo_t* info, void* context) {
@@ -1381,7 +1704,8 @@ int emulated_protect(void* base, size_t mapped, int rights) {
     return mprotect((char*)base + kGuard, mapped - 2 * kGuard, rights);
 }
 
-// Runs a grid; returns whether something is wrong, and says what in `message`.
+// Runs a grid; returns whether something is wrong, and says what in `message`. Otherwise this is
+// empty, or says what is wrong if the result is.
 int emulated_launch(const Kernel* kernel, const unsigned* grid, const unsigned* block,
                     unsigned dynamic_bytes, void** args, u64 seed, int resident, u64 most,
                     int only_until_wait, char* message, size_t room) {
@@ -1413,16 +1737,27 @@ int emulated_launch(const Kernel* kernel, const unsigned* grid, const unsigned* 
     options.poison_copies = below(2);
     options.wgmmas_last = below(2);
     options.whole_boxes = below(2);
+    const unsigned start_odds[] = {65536, 65536, 256, 4, 0};
+    options.start_chance = start_odds[below(5)];
     runnable.clear();
     copies.clear();
     wgmmas_ready.clear();
     error.clear();
+    doubt.clear();
     switches = 0;
     most_switches = most;
     until_wait = only_until_wait;
     waiting_for_grid = 0;
     current = nullptr;
-    std::vector<u64> order((u64)grid[0] * grid[1] * grid[2]);
+    pollers.clear();
+    rounds_in_vain = 0;
+    global_writes.clear();
+    proxy_time = 1;
+    fenced_at.clear();
+    waited_at.assign(1, 0);
+    order.resize((u64)grid[0] * grid[1] * grid[2]);
+    next_block = 0;
+    most_resident = until_wait ? 1 : resident;
     for (size_t i = 0; i < order.size(); ++i)
         order[i] = i;
     for (size_t i = order.size(); i > 1; --i)
@@ -1434,7 +1769,7 @@ int emulated_launch(const Kernel* kernel, const unsigned* grid, const unsigned* 
     in_launch = true;
     gave_up_early = false;
     if (!setjmp(launch_point))
-        run_blocks(order, until_wait ? 1 : resident);
+        run_blocks();
     in_launch = false;
     on_main = true;
     current = nullptr;
@@ -1446,14 +1781,15 @@ int emulated_launch(const Kernel* kernel, const unsigned* grid, const unsigned* 
     for (int i = 0; i < 4; ++i)
         sigaction(kSignals[i], &former[i], nullptr);
     sigaltstack(&former_stack, nullptr);
-    snprintf(message, room, "%s", error.c_str());
+    snprintf(message, room, "%s", (error.empty() ? doubt : error).c_str());
     return error.empty() ? 0 : 1;
 }
 
 // How the last launch was scheduled.
 void emulated_schedule(char* to, size_t room) {
-    snprintf(to, room, "copies %u/256, wgmmas %u/256, yields %u/256%s%s%s%s; %llu switches",
-             options.copy_chance, options.wgmma_chance, options.yield_chance,
+    snprintf(to, room,
+             "copies %u/256, wgmmas %u/256, yields %u/256, starts %u/65536%s%s%s%s; %llu switches",
+             options.copy_chance, options.wgmma_chance, options.yield_chance, options.start_chance,
              options.prioritised ? ", warps by priority" : "",
              options.poison_copies ? ", copies' places poisoned" : "",
              options.wgmmas_last ? ", wgmmas last" : "", options.whole_boxes ? ", whole boxes" : "",

@@ -58,7 +58,7 @@ void tma_store(const void* map, int column, int row, unsigned from);
 void bulk_load(unsigned to, unsigned long long from, unsigned bytes, unsigned barrier,
                unsigned mask);
 void bulk_commit();
-void bulk_wait(int pending);
+void bulk_wait(int pending, bool only_read);
 void cp_async(unsigned to, unsigned long long from, unsigned bytes, unsigned exist);
 void cp_async_commit();
 void cp_async_wait(int pending);
@@ -81,6 +81,13 @@ void store_matrices(int site, const unsigned* v, int count, unsigned address, bo
 unsigned move_matrix(int site, unsigned v); // transposed
 void grid_wait();
 void nanosleep();
+void polled(const void* place, unsigned bytes); // a load found there what it found
+void written(const void* place);                // which others may poll
+
+// By the generic proxy, whose writes copies and wgmma see behind a fence alone.
+void wrote_shared(const void* place, unsigned bytes);
+void wrote_global(const void* place, unsigned bytes);
+void proxy_fence(bool shared, bool global);
 
 // Bits of registers.
 template <class R, class V>
@@ -411,6 +418,7 @@ inline void __nanosleep(unsigned) { emulated::nanosleep(); }
         emulated::contend();                                                                       \
         const X x = *p, y = (X)y_;                                                                 \
         *p = (e);                                                                                  \
+        emulated::written(p);                                                                      \
         emulated::contend();                                                                       \
         return x;                                                                                  \
     }

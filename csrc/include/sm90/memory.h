@@ -39,6 +39,15 @@ MX_DEVICE unsigned load_relaxed(const unsigned* p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+// Adds, and returns what was there.
+MX_DEVICE unsigned add_relaxed(unsigned* p, unsigned x) {
+    unsigned before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(p), "r"(x)
+                 : "memory");
+    return before;
+}
 // Adds, and returns what was there, after all that this thread wrote, and has seen others write, is
 // visible; and sees what those wrote who added before.
 MX_DEVICE unsigned add_acquire_release(unsigned* p, unsigned x) {
@@ -48,6 +57,15 @@ MX_DEVICE unsigned add_acquire_release(unsigned* p, unsigned x) {
                  : "l"(p), "r"(x)
                  : "memory");
     return before;
+}
+
+// Adds.
+MX_DEVICE void count_relaxed(unsigned* p, unsigned x) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+// Adds after all that this thread wrote, and has seen others write, is visible.
+MX_DEVICE void add_release(unsigned* p, unsigned x) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
 // Orders plain accesses to memory and those of asynchronous copies, of which this thread knows.

@@ -309,7 +309,10 @@ template <int Pending>
 MX_DEVICE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
-// Waits until all of this thread's stores are in memory.
-MX_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until all but Pending of them are in memory.
+template <int Pending = 0>
+MX_DEVICE void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+}
 
 } // namespace mx
