@@ -22,6 +22,7 @@ from aiter_mx.workloads.workload import (
     Verdict,
     Workload,
     compare,
+    normal_mx,
     seeded,
     worst_of,
 )
@@ -39,12 +40,16 @@ def _operands(problem: GroupedGemmProblem, device: torch.device) -> Operands:
         bias = torch.randn(G, N, dtype=DTYPES[problem.bias], device=device)
     out = torch.empty(problem.rows_of_out, N, dtype=DTYPES[problem.out_dtype], device=device)
     starts, ends = bounds(problem, device)
-    a, a_scale = random_mx(M, K, device)
+    a, a_scale = _drawn(M, K, device)
     a = in_format(a, problem.a_format)
     if problem.layout == "masked":
         a_scale = a_scale.view(G, M // G, K // BLOCK)
     a_scale = shuffle_scales(a_scale, problem.a_scale_layout)
     return [a, a_scale, *_weights(problem, device), bias, out, starts, ends]
+
+
+def _drawn(rows: int, K: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return (normal_mx if device.type == "cuda" else random_mx)(rows, K, device)
 
 
 def in_format(payload: torch.Tensor, name: str) -> torch.Tensor:
@@ -55,7 +60,7 @@ def in_format(payload: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _weights(problem: GroupedGemmProblem, device: torch.device) -> list[torch.Tensor]:
-    payload, scale = random_mx(problem.G * problem.N, problem.K, device)
+    payload, scale = _drawn(problem.G * problem.N, problem.K, device)
     shape = (problem.G, problem.N)
     scale = shuffle_scales(scale.view(*shape, problem.K // BLOCK), problem.b_scale_layout)
     return [payload.view(*shape, problem.K), scale]

@@ -14,7 +14,7 @@ from aiter_mx.numerics import BLOCK
 from aiter_mx.sim.timing.constants import CUS
 from aiter_mx.timing import random_mx
 from aiter_mx.workloads.models import Model
-from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare
+from aiter_mx.workloads.workload import Judge, Operands, Verdict, Workload, compare, normal_mx
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of x that tables have: the others up to 64 take those of the next power of two."""
@@ -33,9 +33,7 @@ def _drawn(rows: int, problem: LinearProblem, device: torch.device) -> Operands:
     quantised to: a kernel of these takes longer where neighbouring scales are far apart."""
     if problem.M in range(ROWS[-1] + 1) or device.type != "cuda":
         return [*random_mx(rows, problem.K, device)]
-    from aiter_mx.ops.quantize import quantize
-
-    return [*quantize(torch.randn(rows, problem.K, device=device).bfloat16())]
+    return [*normal_mx(rows, problem.K, device)]
 
 
 def _operands(problem: LinearProblem, device: torch.device) -> Operands:

@@ -12,6 +12,7 @@ import torch
 
 from aiter_mx.codec import DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import LEAST_ROWS
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
@@ -26,6 +27,7 @@ from aiter_mx.workloads.workload import (
     Verdict,
     Workload,
     compare,
+    normal_mx,
     seeded,
 )
 
@@ -42,16 +44,21 @@ def _operands(problem: MoeGemmProblem, device: torch.device) -> Operands:
     bias = None
     if p.bias != "none":
         bias = torch.randn(p.E, p.N, dtype=DTYPES[p.bias], device=device)
-    x = random_mx(-(-p.routed // p.a_div), p.K, device)
+    x = _drawn(-(-p.routed // p.a_div), p, device)
     routing = _routing(p, device)
     return [*x, *_weights(p, device), *routing, bias, *_results(p, device)]
 
 
 def _weights(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor]:
-    payload, scale = random_mx(p.E * p.N, p.K, device)
+    payload, scale = _drawn(p.E * p.N, p, device)
     if p.activation != "none":
         scale -= 6  # sums near one, where activations are curved, and not all saturated
     return [payload.view(p.E, p.N, p.K), scale.view(p.E, p.N, p.K // BLOCK)]
+
+
+def _drawn(rows: int, p: MoeGemmProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    is_rescaled = device.type == "cuda" and p.rows_of_expert >= LEAST_ROWS
+    return (normal_mx if is_rescaled else random_mx)(rows, p.K, device)
 
 
 def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:

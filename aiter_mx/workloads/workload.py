@@ -31,6 +31,26 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}
 """Of one rounding to an output's dtype, relative to the value."""
 
 _FP16_MAX, _FP16_STEP = 65504.0, 2.0**-24
+_ROWS_AT_ONCE = 1 << 15  # that are drawn
+
+
+def normal_mx(rows: int, K: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What normal values are quantised to: payload ``[rows, K]`` and scales ``[rows, K // 32]``.
+
+    On a GPU, for kernels that take longer where neighbouring scales are far apart, as those of
+    ``random_mx`` are and those of trained weights are not.
+    """
+    import torch
+
+    from aiter_mx.ops.quantize import quantize
+
+    payload = torch.empty((rows, K), device=device, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((rows, K // 32), device=device, dtype=torch.uint8)
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        own = slice(first, first + _ROWS_AT_ONCE)
+        payload[own], of_rows = quantize(torch.randn_like(payload[own], dtype=torch.bfloat16))
+        scale[own] = of_rows.view(torch.uint8)
+    return payload, scale
 
 
 @dataclass(frozen=True)
