@@ -85,7 +85,7 @@ def load_function(
         return function
     runtime = runtime_of(target.runtime)
     if runtime.is_capturing(device):
-        raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem)
+        raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem, target)
     image = build(request).image  # outside the lock: others may be building something else
     with _functions_lock:
         if key not in _functions:
@@ -94,17 +94,19 @@ def load_function(
         return _functions[key]
 
 
-def not_warm(what: str, op: str, problem: Problem) -> CaptureError:
+def not_warm(what: str, op: str, problem: Problem, target: Target) -> CaptureError:
     """The error for a first use under stream capture; it names the call to make before.
 
     Args:
         what: is not loaded.
         op: that is to be called with ``problem``.
         problem: shape and dtypes.
+        target: that it was to run on.
     """
     given = {f.name: getattr(problem, f.name) for f in fields(problem)}
     usual = {f.name: f.default for f in fields(problem)}
-    shape = ", ".join(f"{name}={v!r}" for name, v in given.items() if v != usual[name])
+    asked = [f"{name}={v!r}" for name, v in given.items() if v != usual[name]]
+    shape = ", ".join(asked + ["exact_sums=True"] * target.exact_sums)
     return CaptureError(
         f"{what} is not loaded for this shape, and nothing can be built while "
         f"a stream is being captured; before the capture call "

@@ -142,12 +142,12 @@ def bind_route(chosen: Route, target: Target, problem: Problem, device: torch.de
         try:
             return _bind_parts(chosen, spec, target, problem, parts, device)
         except CaptureError as error:  # of a part: what the caller can warm is the whole
-            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem) from error
+            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem, target) from error
     if spec.module is not None:
         return launch.bind(spec, target, problem, chosen.config, device.index or 0)
     if chosen.backend == "triton" and (target, problem) not in _warm_triton:
         if torch.cuda.is_current_stream_capturing():
-            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem)
+            raise not_warm(f"{spec.backend}/{spec.name}", spec.op, problem, target)
         _warm_triton.add((target, problem))
     compute, config = runner(spec), chosen.config
 

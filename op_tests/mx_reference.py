@@ -204,9 +204,15 @@ def assert_close_to_reference(
         accumulation_error = (8 + math.sqrt(K)) * 2.0**-23
     error = accumulation_error * total + underflow * K / BLOCK
     if rescaling_error:
-        (x_sums, x_lost), (w_sums, w_lost) = (_of_blocks(t, rescaling_error) for t in (x, w))
-        error += x_sums @ w_lost.T + x_lost @ (w_sums + BLOCK * w_lost).T
+        error += lost_by_rescaling(x, w, rescaling_error)
     assert_rounded(out, ref, error, total, f"K={K}")
+
+
+def lost_by_rescaling(x: Tensor, w: Tensor, error: float) -> Tensor:
+    """What ``x @ w.T`` changes by at most where elements of both change by so much at most, of the
+    largest magnitude of their block."""
+    (x_sums, x_lost), (w_sums, w_lost) = (_of_blocks(t, error) for t in (x, w))
+    return x_sums @ w_lost.T + x_lost @ (w_sums + BLOCK * w_lost).T
 
 
 def _of_blocks(values: Tensor, error: float) -> tuple[Tensor, Tensor]:

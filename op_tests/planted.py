@@ -76,17 +76,24 @@ def _of(suite: str, kernel: str, source: str, *mistakes: tuple[str, ...]) -> lis
     ]
 
 
-LINEAR, RESCALING, RESCALED, MOE, GROUPED, PROMOTED = (
+LINEAR, RESCALING, RESCALED, MOE, ROUTED, GROUPED, RESCALED_GROUPS, PROMOTED = (
     "op_tests/linear/test_conformance.py",
     "op_tests/linear/test_rescaling.py",
     "op_tests/linear/test_wgmma_fp8_rescaled_gpu.py",
     "op_tests/moe/test_conformance.py",
+    "op_tests/moe/test_rescaled.py",
     "op_tests/grouped/test_conformance.py",
+    "op_tests/grouped/test_rescaled_gpu.py",
     "op_tests/grouped/test_promoted.py",
 )
 BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
 FAR, BIASES = "test_scales_over_their_whole_range", "test_outputs_and_biases"
-AHEAD = "test_the_launch_ahead"
+AHEAD, OF_GROUPS = "test_the_launch_ahead", "test_results_and_biases"
+NAN, ANY_ROOM, PANELS = (
+    "test_a_nan_scale",
+    "test_bits_are_the_same_with",
+    "test_bits_are_the_same_where",
+)
 MISTAKES = [
     *_of(
         *(LINEAR, "gemv", "linear/gemv.h"),
@@ -151,7 +158,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(RESCALING, "wgmma_fp8_rescaled", "linear/rescale_sm90.h"),
+        *(RESCALING, "wgmma_fp8_rescaled", "linear/rescaling_sm90.h"),
         ("blocks below 2 rescaled", "kTwo = 8;", "kTwo = 7;", AHEAD),
         (
             "scales at the ends of fp32 rescaled",
@@ -166,10 +173,10 @@ MISTAKES = [
             "rows_apart |= false &&",
             AHEAD,
         ),
-        ("k past the end counted", "if (row < rows && k < to.K)", "if (row < rows)", AHEAD),
+        ("k past the end counted", "if (row >= 0 && k < to.K)", "if (row >= 0)", AHEAD),
     ),
     *_of(
-        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescale_sm90.h"),
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescaling_sm90.h"),
         ("factors of half their size", "(15 - down << 10)", "(14 - down << 10)"),
         (
             "NaN scales not noticed",
@@ -183,13 +190,16 @@ MISTAKES = [
         ("payload of the first slice for all", "wq + first_feature * K", "wq", "test_slices"),
     ),
     *_of(
-        *(RESCALED, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescaled_product_sm90.h"),
         (
             "scales of blocks taken for those of rows",
             "if (__any_sync(~0u, kind == kRowsApart))",
             "if (true)",
             "test_steps_of_each_form",
         ),
+    ),
+    *_of(
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
         (
             "bias of the first slice for all",
             "load_bias(a.bias, a.bias_kind, a.first_feature + column)",
@@ -204,7 +214,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(LINEAR, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescaled_product_sm90.h"),
         (
             "scales of steps that have none in common ignored",
             "if (__builtin_expect(scales.apart, false)) {",
@@ -237,6 +247,9 @@ MISTAKES = [
             "else if (true)",
             "test_extreme_scales",
         ),
+    ),
+    *_of(
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
         (
             "parts of both warpgroups counted together",
             "of.shared_tile(s) * kConsumers + index;",
@@ -252,6 +265,190 @@ MISTAKES = [
             "const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.N - 1);",
             "const long column = min(n + 8 * piece + lane % 4 * 2, a.N - 1);",
             BIASES,
+        ),
+    ),
+    *_of(
+        *(GROUPED, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        (
+            "last tile of x of a group left out where it is not whole",
+            "(range.end - range.begin + kTileRows - 1) / kTileRows",
+            "(range.end - range.begin) / kTileRows",
+            "test_a_group_of_every_size",
+        ),
+    ),
+    *_of(
+        *(RESCALED_GROUPS, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        (
+            "rows of the next group in a tile",
+            "return i < tile.rows ? tile.row + i : -1;",
+            "return min(tile.row + i, static_cast<int>(M) - 1);",
+            "test_what_other_groups",
+        ),
+    ),
+    *_of(
+        *(GROUPED, "rescaled", "grouped/rescaler_sm90.h"),
+        ("w of the first group for all", "row = group * of.N + first;", "row = first;"),
+        ("scales of the first step for all", "before = step * (kStepBytes / 32);", "before = 0;"),
+        (
+            "groups without rows not passed over",
+            "const int group = of.busy()[1 + tile / of.across()], first",
+            "const int group = tile / of.across(), first",
+        ),
+        (
+            "words of the first step for all",
+            "to.words() + step * static_cast<long>(to.words_of_step());",
+            "to.words();",
+        ),
+        ("scale of other rows", "top = max(top, of_warps[i]);", "top = max(top, of_warps[0]);"),
+        (
+            "scales of the block before where the next one's are not known",
+            """                    if (!known)
+                        row = load_row(block);
+""",
+            "",
+        ),
+        (
+            "scale of the block before where the next one's is not known",
+            "known ? top_of(next) : kUnknown",
+            "top_of(known ? next : row)",
+        ),
+        ("scales of both blocks in one place", "tops[turn ^ 1]);", "tops[turn]);"),
+        ("scales past the end of k", "Row row{0, min(block.blocks, kBlocks)};", "Row row{0, 4};"),
+        (
+            "values that become subnormal subtracted from",
+            "(down + 1) * 8 * kEach);",
+            "down * 8 * kEach);",
+        ),
+        (
+            "subtracted from and multiplied as well",
+            "            words[w] += down * 8 * kEach;\n",
+            "",
+        ),
+        ("blocks below 2 accepted", "down == 0 ? kMagnitudes : kTwos", "kMagnitudes"),
+        (
+            "scale of all rows told where each has its own",
+            "             : rows_apart ? own * kEach\n",
+            "             : rows_apart ? common * kEach\n",
+        ),
+        (
+            "rows put under the scale of all where each has its own",
+            "multiply(words, (rows_apart ? own : common) - row.scale(i));",
+            "multiply(words, common - row.scale(i));",
+        ),
+        (
+            "far scales told as near ones",
+            "             : far  ? kFarApart\n",
+            "             : far  ? kBlocksApart\n",
+            FAR,
+        ),
+        (
+            "scales put in common at the ends of fp32",
+            "bool right = !rescaling::is_far(common) && common != kNanScale;",
+            "bool right = true;",
+            FAR,
+        ),
+        ("payload under NaN scales kept", "if (row.scale(i) != kNanScale) {", "if (true) {", NAN),
+    ),
+    *_of(
+        *(RESCALED_GROUPS, "rescaled", "grouped/rescaler_sm90.h"),
+        (
+            "tiles overwritten that products still read",
+            """            while (!is_free(number / blocks.steps()))
+                ;
+""",
+            "",
+            ANY_ROOM,
+        ),
+        (
+            "NaN subtracted from",
+            "small |= ~(magnitudes + least) | magnitudes + kEach;",
+            "small |= ~(magnitudes + least);",
+            "test_a_nan_among",
+        ),
+        (
+            "scales of blocks of zeros counted",
+            "(any & (down == 0 ? kMagnitudes : kTwos)) != 0;",
+            "(down == 0 || (any & kTwos) != 0);",
+            "test_scales_of_zeros",
+        ),
+    ),
+    *_of(
+        *(GROUPED, "rescaled", "grouped/rescaled_sm90.cu"),
+        ("bias of the first group for all", "tile.group * a.of.N + row)", "row)", OF_GROUPS),
+        (
+            "second warpgroup's rows left out where the tile has a row more than 64",
+            "index * kGroupRows >= tile.rows.rows",
+            "index * (kGroupRows + 1) >= tile.rows.rows",
+            "test_a_group_of_every_size",
+        ),
+        (
+            "last eight features not stored",
+            "if (8 * i < rows && column < columns)",
+            "if (8 * i < rows && column + 8 < columns)",
+        ),
+        (
+            "tiles of w read before they are there",
+            """            while (load_acquire(a.of.ready() + of_w) != steps)
+                tell_of_ended(ring); // whose place it may be that is waited for
+""",
+            "",
+        ),
+    ),
+    *_of(
+        *(RESCALED_GROUPS, "rescaled", "grouped/rescaled_sm90.cu"),
+        (
+            "scales of tiles of w as if each had a place of its own",
+            "tile.of_w % a.of.room * static_cast<long>(kTile);",
+            "tile.of_w * static_cast<long>(kTile);",
+            ANY_ROOM,
+        ),
+        (
+            "last tiles of x of a panel as many as of others",
+            "const int height = min(kSwath, count_of_x - super), place",
+            "const int height = kSwath, place",
+            PANELS,
+        ),
+    ),
+    *_of(
+        *(MOE, "rescaled", "grouped/rescaled_sm90.cu"),
+        (
+            "activated eights of two lanes exchanged",
+            "low |= other < 2 ? got << 16 * other : 0;",
+            "low |= other < 2 ? got << 16 * (other ^ 1) : 0;",
+            "test_activated",
+        ),
+    ),
+    *_of(
+        *(MOE, "rescaled", "grouped/rescaler_sm90.h"),
+        (
+            "rows of gate for those of up",
+            "row + i / kRunRows * of.features(), barrier);",
+            "row, barrier);",
+            "test_activated",
+        ),
+        (
+            "scales of gate for those of up",
+            "of_run + thread / kRunRows * blocks.of.features();",
+            "of_run;",
+            "test_activated",
+        ),
+    ),
+    *_of(
+        *(MOE, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        (
+            "rows of absent experts left as they were",
+            "const bool absent = routed >= 0 &&",
+            "const bool absent = routed < 0 &&",
+            "test_activated",
+        ),
+    ),
+    *_of(
+        *(ROUTED, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        (
+            "places of routed rows counted from the workgroup's",
+            "absent ? -1 : static_cast<int>(place);",
+            "absent ? -1 : static_cast<int>(threadIdx.x);",
+            "test_sorted",
         ),
     ),
     *_of(

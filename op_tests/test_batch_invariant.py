@@ -214,6 +214,13 @@ def test_experts_on_hopper_have_one_kernel() -> None:
             assert chosen(M, block_m, K) == kernel
 
 
+@pytest.mark.parametrize("M", [1, 300, 8192, 65536])
+def test_groups_on_hopper_have_one_kernel(M: int) -> None:
+    with aiter_mx.batch_invariant():
+        chosen = aiter_mx.explain("grouped_gemm", M=M, N=4096, K=7168, G=4, arch="sm_90a")
+    assert chosen.kernel == "persistent"
+
+
 @pytest.mark.parametrize(("N", "K"), [(1, 32), (96, 416), (2304, 6144), (6144, 2048), (9216, 6144)])
 def test_linears_on_hopper_divide_k_as_its_shape_alone_says(N: int, K: int) -> None:
     """Into so many parts, whichever kernel and tiles the number of rows is for."""

@@ -41,15 +41,15 @@ def linear_of_bf16(M: int) -> Call:
     return lambda: aiter_mx.linear(x, None, *w)
 
 
-def grouped_gemm() -> Call:
+def grouped_gemm(**options: Any) -> Call:
     operands, offsets = random_mx_groups(90, 4, 64, 160), torch.tensor([0, 33, 33, 60, 90])
-    return lambda: aiter_mx.grouped_gemm(*operands, offsets)
+    return lambda: aiter_mx.grouped_gemm(*operands, offsets, **options)
 
 
-def layer() -> Call:
+def layer(**options: Any) -> Call:
     fixed = variants()[1] | {"M": 5, "experts": 8, "top_k": 2, "shared": 1, "has_map": True}
     call = random_call(random.Random(1), 1, **fixed)
-    return lambda: aiter_mx.fused_moe(**call)
+    return lambda: aiter_mx.fused_moe(**call, **options)
 
 
 def ids(M: int) -> Tensor:
@@ -73,6 +73,18 @@ CASES: list[tuple[str, Call, dict[str, Any]]] = [
     ),
     ("grouped_gemm", grouped_gemm(), {"M": 90, "N": 64, "K": 160, "G": 4, "index": "i64"}),
     ("fused_moe", layer(), {"M": 5}),
+    *(
+        (op, call, {"M": M, "exact_sums": True})
+        for op, call, M in (
+            ("grouped_gemm", grouped_gemm(exact_sums=True), 90),
+            ("fused_moe", layer(exact_sums=True), 5),
+        )
+    ),
+    (
+        "linear",
+        linear(3, exact_sums=True),
+        {"M": 3, "N": 34, "K": 352, "exact_sums": True},
+    ),
     *(("moe_gemm", moe_gemm(M), {"M": M, "N": 64}) for M in (3, 300)),  # by different routes
     ("moe_align", lambda: aiter_mx.moe_align(ids(3), 16, 2), {"M": 3}),
 ]

@@ -8,12 +8,13 @@ Tensors come in pairs (payload, scale). Scales may be
 - e8m0, four of a row in an int32 (``get_mn_major_tma_aligned_packed_ue8m0_tensor``);
 
 with any strides, fp32 ones also as ``[K / 128, rows]``. All are used as they are. Scales of e8m0
-are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone.
-With other fp32 scales the products of 128 k at a time are added up in fp32, each under its scales:
-by one kernel where ``aiter_mx/ops/promoted_gemm.py`` finds one (CDNA4; Hopper for 16-bit results),
-else by ``aiter_mx/compat/promoted.py``, as many launches as K has 128. Hopper's, ``wgmma_fp8``,
-adds the 128 products with some 14 bits: within 2^-6 of the sum of their magnitudes, for random
-payloads within 2^-9. ``AITER_MX_EXACT_SUMS=1`` passes it over.
+are MX's, and so are fp32 ones that are known to be powers of two, which is seen on the CPU alone:
+sums are then as exact as ``aiter_mx.linear`` and ``aiter_mx.grouped_gemm`` have them. With other
+fp32 scales the products of 128 k at a time are added up in fp32, each under its scales: by one
+kernel where ``aiter_mx/ops/promoted_gemm.py`` finds one (CDNA4; Hopper for 16-bit results), else by
+``aiter_mx/compat/promoted.py``, as many launches as K has 128. Hopper's, ``wgmma_fp8``, adds the
+128 products with some 14 bits: within 2^-6 of the sum of their magnitudes, for random payloads
+within 2^-9. ``AITER_MX_EXACT_SUMS=1`` passes it over, and what the ops have like it.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _plan(inputs: Sequence[Tensor | None], options: Options) -> _Plan:
     try:
         runs = [bind(op, target, part, device) for op, part in layer]
     except CaptureError as error:  # of one launch: what the caller can warm is the layer
-        raise not_warm("a launch of fused_moe", "fused_moe", problem) from error
+        raise not_warm("a launch of fused_moe", "fused_moe", problem, target) from error
     at, parts = 0, {}
     for name, (shape, dtype) in tensors_between(problem, layer).items():
         size = prod(shape) * dtype.itemsize

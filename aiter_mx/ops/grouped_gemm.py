@@ -30,7 +30,7 @@ from aiter_mx.launch import Run
 from aiter_mx.layouts import layout_of, padded_shape
 from aiter_mx.plan import Plans, bind
 from aiter_mx.registration import PLAIN, PLAIN_OR_NONE, in_clear, register_with_out, wants_gradient
-from aiter_mx.target import cpu_target, target_of
+from aiter_mx.target import ENVIRONMENT, EXACT_SUMS, cpu_target, target_of
 
 
 @in_clear
@@ -48,14 +48,17 @@ def grouped_gemm(
     b_scale_layout: str = "row_major",
     out_offs: torch.Tensor | None = None,
     out_rows: int | None = None,
+    exact_sums: bool | None = None,
 ) -> torch.Tensor:
     """``out[m] = a[m] @ b[g].T + bias[g]`` for the rows m of each group g, over MX-FP8 operands.
 
     Groups may be empty and of any length: nothing is padded or copied, and where they begin and
-    end is read on the device alone. Products are accumulated in fp32 and rounded once, and results
-    are bitwise the same on every run. The call does not synchronise, and after ``aiter_mx.warmup``
-    it can be captured into a graph; a replay takes the bounds that are then in memory. There is no
-    gradient.
+    end is read on the device alone. Products are accumulated in fp32 and rounded once, but by
+    Hopper's ``rescaled``, which 16-bit results of groups of many rows in e4m3 may get. It adds 128
+    products by some 14 bits: within 2^-6 of the sum of their magnitudes, for random operands within
+    2^-9; and an element may lose 2^-11 of the largest of its block. Results are bitwise the same on
+    every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into
+    a graph; a replay takes the bounds that are then in memory. There is no gradient.
 
     Args:
         a: activations of all groups, float8_e4m3fn ``[M, K]``, contiguous, K a multiple of 32; or
@@ -85,6 +88,8 @@ def grouped_gemm(
             go to the rows from ``out_offs[g]`` on, so that what ``quantize_grouped`` pads is
             multiplied as it is. None: as in a.
         out_rows: with ``out_offs`` the rows of the result. None: as many as out has, or M.
+        exact_sums: pass over this kernel, which adds with fewer bits than fp32; None for what
+            ``AITER_MX_EXACT_SUMS`` says.
 
     Returns:
         ``[M, N]`` (``[out_rows, N]``), or ``out``. Without ``out``, rows outside every group hold
@@ -107,7 +112,7 @@ def grouped_gemm(
     """
     return grouped_gemm_ranges(
         a, a_scale, b, b_scale, None, group_offs, out, out_dtype, bias, 0,
-        a_scale_layout, b_scale_layout, out_offs, out_rows,
+        a_scale_layout, b_scale_layout, out_offs, out_rows, exact_sums=exact_sums,
     )  # fmt: skip
 
 
@@ -128,6 +133,7 @@ def grouped_gemm_ranges(
     out_offs: torch.Tensor | None = None,
     out_rows: int | None = None,
     run_rows: int = 0,
+    exact_sums: bool | None = None,
 ) -> torch.Tensor:
     """``grouped_gemm`` whose groups need neither be in order nor adjoin, or start at fixed rows.
 
@@ -153,6 +159,7 @@ def grouped_gemm_ranges(
             and M / run_rows, rounded up, ``starts`` is int32 ``[R]``, and ``ends`` int32
             ``[2 R + 1]``: the row after each range's last, how many ranges there are, and the group
             of each. Places of no range have an end that is not after its start.
+        exact_sums: as in ``grouped_gemm``.
 
     Returns:
         ``[M, N]`` or ``[G, rows, N]``, or ``out``.
@@ -171,13 +178,13 @@ def grouped_gemm_ranges(
     ):
         arguments = (
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-            a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows,
+            a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows, exact_sums,
         )  # fmt: skip
         result: torch.Tensor = _through_torch(arguments, out, out_dtype)
         return result
     return _grouped_gemm(
         a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
-        a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows, out,
+        a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows, exact_sums, out,
     )  # fmt: skip
 
 
@@ -199,6 +206,7 @@ def _grouped_gemm(
     out_offs: torch.Tensor | None = None,
     out_rows: int = 0,
     run_rows: int = 0,
+    exact_sums: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = a.device
@@ -210,7 +218,7 @@ def _grouped_gemm(
         bias is not None and (bias.shape, bias.dtype, bias.device),
         out_offs is not None and (out_offs.shape, out_offs.dtype, out_offs.device),
         (a.is_cuda or cpu_target(), expected_rows, a_scale_layout, b_scale_layout),
-        (out_rows, run_rows),
+        (out_rows, run_rows, exact_sums, ENVIRONMENT.get(EXACT_SUMS)),
     )
     found = _plans.by_call.get(call)
     if found is None:
@@ -218,7 +226,7 @@ def _grouped_gemm(
             a, a_scale, b, b_scale, starts, ends, out_dtype, bias, expected_rows,
             a_scale_layout, b_scale_layout, out_offs, out_rows, run_rows,
         )  # fmt: skip
-        found = _plans.keep(call, _plan(problem, a, ends))
+        found = _plans.keep(call, _plan(problem, a, ends, exact_sums))
     run, shape, first_end = found
 
     operands = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias}
@@ -265,7 +273,7 @@ def _grouped_gemm(
 
 
 def _plan(
-    problem: GroupedGemmProblem, a: torch.Tensor, ends: torch.Tensor
+    problem: GroupedGemmProblem, a: torch.Tensor, ends: torch.Tensor, exact_sums: bool | None
 ) -> tuple[Run | None, tuple[int, ...], int]:
     """What computes such a call (None for an empty result), the result's shape, and the bytes
     before the first group's end in ``ends``."""
@@ -273,7 +281,7 @@ def _plan(
     first_end = ends.itemsize if ends.shape[0] == problem.G + 1 else 0
     if 0 in shape or problem.M == 0 or a.is_meta:
         return None, shape, first_end
-    run = bind("grouped_gemm", target_of(a.device), problem, a.device)
+    run = bind("grouped_gemm", target_of(a.device, exact_sums), problem, a.device)
     return run, shape, first_end
 
 
@@ -427,7 +435,7 @@ def _check_places(group_offs: torch.Tensor, out_offs: torch.Tensor, out_rows: in
 
 
 def _fake(*arguments: Any) -> torch.Tensor:
-    problem, a = _problem_of(*arguments), arguments[0]
+    problem, a = _problem_of(*arguments[:14]), arguments[0]  # what of them bears on the shape
     rows = (problem.out_rows,) if problem.unpads else a.shape[:-1]
     fake: torch.Tensor = a.new_empty((*rows, problem.N), dtype=DTYPES[problem.out_dtype])
     return fake
@@ -437,7 +445,8 @@ _through_torch = register_with_out(
     "grouped_gemm",
     "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? starts, Tensor group_offs, "
     "ScalarType out_dtype, Tensor? bias, SymInt expected_rows, str a_scale_layout, "
-    "str b_scale_layout, Tensor? out_offs=None, SymInt out_rows=0, SymInt run_rows=0",
+    "str b_scale_layout, Tensor? out_offs=None, SymInt out_rows=0, SymInt run_rows=0, "
+    "bool? exact_sums=None",
     "Tensor",
     _grouped_gemm,
     _fake,

@@ -43,6 +43,7 @@ def grouped_gemm_dgrad(
     *,
     out_offs: Tensor | None = None,
     out_rows: int | None = None,
+    exact_sums: bool | None = None,
 ) -> Tensor:
     """The gradient of ``grouped_gemm``'s rows: ``out[m] = grad[m] @ b[g].T`` for each group g.
 
@@ -61,6 +62,7 @@ def grouped_gemm_dgrad(
         out_dtype: bf16, fp16 or fp32.
         out_offs, out_rows: where groups that are padded in grad lie in the result, as
             ``grouped_gemm`` has it.
+        exact_sums: likewise; sums of a gradient in e5m2 are those of fp32 anyway.
 
     Returns:
         ``[M, K]``, or ``out``.
@@ -69,7 +71,9 @@ def grouped_gemm_dgrad(
         TypeError, ValueError, CaptureError: as ``grouped_gemm``.
     """
     operands = (grad, grad_scale, b, b_scale, group_offs)
-    return grouped_gemm(*operands, out, out_dtype, out_offs=out_offs, out_rows=out_rows)
+    return grouped_gemm(
+        *operands, out, out_dtype, out_offs=out_offs, out_rows=out_rows, exact_sums=exact_sums
+    )
 
 
 @in_clear

@@ -89,12 +89,14 @@ def moe_gemm(
     """``y[t] = (x[t // a_div] @ w[expert of t].T + bias[expert of t]) * weight of t``.
 
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
-    which expert has it. Products are accumulated in fp32 and rounded once, but that Hopper's
-    ``wgmma_fp8`` kernel, which some bf16 and activated results may get, adds those of a block with
+    which expert has it. Products are accumulated in fp32 and rounded once, but by two of Hopper's
+    kernels, which 16-bit and activated results may get. ``wgmma_fp8`` adds those of a block with
     some 14 bits: within 2^-8 of the sum of their magnitudes, for random operands within 2^-10.
-    Results are bitwise the same on every run. The call does not synchronise, and after
-    ``aiter_mx.warmup`` it can be captured into a graph and replayed with other routings. There is
-    no gradient: where torch records one for routing weights or bias, its backward pass raises.
+    ``rescaled``, for experts of many rows, adds 128 so: within 2^-6, for random ones 2^-9; and an
+    element may lose 2^-11 of the largest of its block. Results are bitwise the same on every run.
+    The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into a graph and
+    replayed with other routings. There is no gradient: where torch records one for routing weights
+    or bias, its backward pass raises.
 
     Args:
         xq: activations, float8_e4m3fn ``[rows, K]``, rows * a_div >= num_valid_tokens.
@@ -120,7 +122,7 @@ def moe_gemm(
         out_dtype: dtype of the result: bf16, fp16 or fp32.
         out: where to write the result; it begins at a multiple of four elements, as tensors do that
             are no views, and may not overlap an input.
-        exact_sums: pass over kernels that add with fewer bits than fp32; None for what
+        exact_sums: pass over these kernels, which add with fewer bits than fp32; None for what
             ``AITER_MX_EXACT_SUMS`` says.
 
     Returns:

@@ -18,29 +18,19 @@
 
 #include "common/epilogue.h"
 #include "common/target.h"
-#include "rescaled_sm90.h"
+#include "rescaled_product_sm90.h"
 #include "shares_sm90.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
-#include "sm90/wgmma.h"
 
 using namespace mx;
 
-constexpr int kStages = MX_STAGES;
-constexpr int kTile = RescaledOperands::kRows, kStepK = RescaledOperands::kStepK;
-constexpr int kBlocks = kStepK / 32; // of a step
-constexpr int kSwath = 8;            // tiles of rows that share a tile of w before the next
-constexpr int kConsumers = 2, kGroupThreads = 128, kWarps = 4;
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-constexpr int kGroupRows = kTile / kConsumers;
-constexpr int kValues = kTile / 2; // of a thread
-constexpr int kStageX = kTile * kStepK, kStageBytes = 2 * kStageX;
-static_assert(kStages > 2,
-              "a consumer has two steps under way, and the next has to come meanwhile");
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kSwath = 8; // tiles of rows that share a tile of w before the next
 static_assert(kStages * kStageBytes == MX_SHARED_BYTES,
               "the host lays shared memory out differently: "
               "aiter_mx/kernels/linear/wgmma_fp8_rescaled_sm90.py");
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 using Out = DType<MX_OUT>;
 using Ring = PipelineState<kStages>;
 
@@ -68,67 +58,10 @@ MX_DEVICE Tile tile_of(const Args& a, int number) {
             place / height * static_cast<long>(kTile)};
 }
 
-// Scales of steps, in their order. A lane's sums are of two rows, which three other lanes have too:
-// of these four, two load the scale of a row each, one what all rows of w have in common, and one
-// what those of x have. Words are loaded for two steps at once, and two steps later that load is
-// waited for: ptxas waits for all loads that are under way, so none may be younger.
-struct Scales {
-    // Of the step that is multiplied next:
-    float own;  // this lane's part of its scales
-    bool apart; // whether they have none in common, which all warps of these rows find alike
-
-    MX_MEMBER Scales(const RescaledOperands& of, long row, long x_row, long w_row, int lane)
-        : of_row(lane % 4 < 2), pitch(of.words_of_step()),
-          words(of.words() + (of_row          ? row + lane % 4 * 8
-                              : lane % 4 == 2 ? of.rows() + w_row / kTile
-                                              : of.rows() + x_row / kTile)) {}
-    // Starts anew: asks for a step and what follows, so many steps in all, and then goes to it.
-    MX_MEMBER void ask(int step, int steps) {
-        at = words + static_cast<long>(step) * pitch;
-        later = load(false);
-        load_two(steps - 1);
-    }
-    MX_MEMBER void begin() { set(later); }
-    // Goes to the step behind the first or the second of a pair.
-    template <bool Second>
-    MX_MEMBER void next() {
-        set(Second ? later : ahead[0]);
-        if constexpr (!Second)
-            later = ahead[1];
-    }
-    // Loads for the next pair when so many steps are left, which has to be behind next<false>() and
-    // what the warp waits for then: ptxas moves loads ahead of arithmetic, but not of that.
-    MX_MEMBER void load_ahead(int left) { load_two(left - 2); }
-
-  private:
-    const bool of_row;
-    const unsigned pitch;        // words of a step
-    const unsigned* const words; // where this lane's are
-    const unsigned* at;
-    unsigned later, ahead[2];
-
-    MX_MEMBER void set(unsigned word) {
-        own = bits_to_float(of_row ? (word & 0xff) << 23 : word);
-        apart = __any_sync(~0u, !of_row && !(own > 0)); // so ptxas sees that all go the same way
-    }
-    // Of steps that do not exist, the last one's are loaded again.
-    MX_MEMBER void load_two(int exist) {
-        ahead[0] = load(exist > 0);
-        ahead[1] = load(exist > 1);
-    }
-    // Volatile, so that it stays behind wgmmas.
-    MX_MEMBER unsigned load(bool further) {
-        at += further ? pitch : 0;
-        unsigned word;
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(at));
-        return word;
-    }
-};
-
 struct Consumer {
     const Args& a;
-    unsigned shared, full, empty; // addresses
-    int index, warp, lane;
+    const Products products;
+    const int index = products.index, warp = products.warp, lane = products.lane;
 
     MX_MEMBER void run() const {
         Ring ring;
@@ -140,113 +73,16 @@ struct Consumer {
   private:
     MX_MEMBER void multiply(const Segment& s, Ring& ring) const {
         const Tile tile = tile_of(a, s.tile);
-        const long first = tile.m + index * kGroupRows;
+        const long first = tile.m + products.index * kGroupRows;
         if (first >= a.of.M) {
-            for (int step = 0; step < s.chunks; ++step, ring.next()) {
-                barrier_wait(full + 8 * ring.at, ring.parity);
-                __syncwarp(); // all lanes have seen it
-                release(ring.at);
-            }
+            products.skip(s.chunks, ring);
             return;
         }
-        const long w_row = a.of.first_w() + tile.n;
-        const long own = first + warp * 16 + lane / 4; // this lane's rows are it and own + 8
-        int left = warp_uniform(s.chunks);             // steps
-        Scales scales(a.of, own, tile.m, w_row, lane);
-        scales.ask(s.first_chunk, left);
-        float sums[kValues];
-#pragma unroll
-        for (int v = 0; v < kValues; ++v)
-            sums[v] = 0;
-        scales.begin();
-#pragma unroll 1
-        while (left > 0) {
-            if (__builtin_expect(scales.apart, false)) {
-                const int step = s.first_chunk + s.chunks - left;
-                const unsigned* const words =
-                    a.of.words() + static_cast<long>(step) * a.of.words_of_step();
-                if (--left > 0)
-                    scales.ask(step + 1, left);
-                const Apart of{__ldg(words + own), __ldg(words + own + 8),
-                               words + w_row + lane % 4 * 2};
-                add_apart(sums, of, kind_of(first, w_row, step), ring);
-                scales.begin();
-            } else {
-                add_steps(sums, scales, ring, left);
-            }
-        }
+        Products::Sums sums;
+        const TilePlace place{a.of, tile.m, a.of.first_w() + tile.n, s.first_chunk, s.chunks};
+        products.sum(sums, [&] { return place; }, ring);
         if (s.chunks == a.shares.chunks || join(sums, s))
             store_rows(sums, first, tile.n);
-    }
-
-    // A step whose products are under way: its stage, and a lane's part of its scales.
-    struct UnderWay {
-        int stage;
-        float own;
-    };
-
-    // Adds up steps until none is left, or the next one's scales are apart. A step's products are
-    // added while the next one's are under way. So there are two sets of them, which two steps of a
-    // round have: ptxas has to know which set a wgmma writes.
-    MX_MEMBER void add_steps(float (&sums)[kValues], Scales& scales, Ring& ring, int& left) const {
-        float products[2][kValues];
-        UnderWay first = start<false>(products[0], scales, ring, left);
-#pragma unroll 1
-        for (;;) {
-            if (left == 0 || scales.apart) {
-                add<0>(sums, products[0], first);
-                return;
-            }
-            const UnderWay second = start<true>(products[1], scales, ring, left);
-            add<1>(sums, products[0], first);
-            if (left == 0 || scales.apart) {
-                add<0>(sums, products[1], second);
-                return;
-            }
-            first = start<false>(products[0], scales, ring, left);
-            add<1>(sums, products[1], second);
-        }
-    }
-    // Waits for a step's operands, and starts to multiply them: the first of a pair, or the second.
-    template <bool Second>
-    MX_MEMBER UnderWay start(float (&products)[kValues], Scales& scales, Ring& ring,
-                             int& left) const {
-        const float own = scales.own;
-        scales.next<Second>();
-        const UnderWay step{wait(ring), own};
-        multiply_blocks<kBlocks>(products, x_at(step.stage), w_at(step.stage));
-        ring.next();
-        --left;
-        if constexpr (!Second)
-            scales.load_ahead(left);
-        return step;
-    }
-    // Adds a step's products once they have come, behind which so many steps are under way.
-    template <int Behind>
-    MX_MEMBER void add(float (&sums)[kValues], float (&products)[kValues],
-                       const UnderWay& step) const {
-        const auto of_lane = [&](int i) { return __shfl_sync(~0u, step.own, i, 4); };
-        const float common = of_lane(2); // that of x is 1
-        const float upper = common * of_lane(0), lower = common * of_lane(1);
-        wgmma_wait<Behind>();
-        keep_in_order(products);
-        release(step.stage);
-#pragma unroll
-        for (int v = 0; v < kValues; ++v)
-            sums[place(v)] = mx::fma(products[v], v / 2 % 2 ? lower : upper, sums[place(v)]);
-    }
-
-    // The next step's stage, once its operands have come, and where wgmma finds them.
-    MX_MEMBER int wait(const Ring& ring) const {
-        barrier_wait(full + 8 * ring.at, ring.parity);
-        return ring.at;
-    }
-    MX_MEMBER unsigned x_at(int stage) const {
-        return SwizzledDescriptor(shared + index * kGroupRows * kStepK).low +
-               stage * (kStageBytes / 16);
-    }
-    MX_MEMBER unsigned w_at(int stage) const {
-        return SwizzledDescriptor(shared + kStageX).low + stage * (kStageBytes / 16);
     }
 
     // For all of the warpgroup, what its first thread finds.
@@ -280,135 +116,6 @@ struct Consumer {
         return true;
     }
 
-    // What has a scale of its own in a step.
-    MX_MEMBER float kind_of(long row, long w_row, int step) const {
-        const unsigned* const kinds = a.of.words() +
-                                      static_cast<long>(step) * a.of.words_of_step() + a.of.rows() +
-                                      a.of.blocks();
-        return fminf(bits_to_float(__ldg(kinds + row / kTile)),
-                     bits_to_float(__ldg(kinds + w_row / kTile)));
-    }
-
-    // Which of the sums is that of a value of wgmma's. Parts leave four sums at a time, for which
-    // these lie in neighbouring registers as products do. Where one of the two is odd and the other
-    // even, FFMA reads both at once.
-    MX_MEMBER static constexpr int place(int value) { return value ^ 1; }
-
-    MX_MEMBER void release(int stage) const {
-        if (lane == 0)
-            barrier_arrive(empty + 8 * stage);
-    }
-
-    // What four scales that are alike stand for, none of which is 0 or NaN.
-    MX_MEMBER static float e8m0_to_normal(unsigned scales) {
-        return bits_to_float((scales & 0xff) << 23);
-    }
-
-    // The products of so many blocks of 32 k.
-    template <int Blocks>
-    MX_MEMBER static void multiply_blocks(float (&products)[kValues], unsigned x_at,
-                                          unsigned w_at) {
-        wgmma_fence();
-        wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
-#pragma unroll
-        for (int k = 1; k < Blocks; ++k)
-            wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
-                            SwizzledDescriptor::of(w_at + 2 * k));
-        wgmma_commit();
-    }
-
-    // Scales of a step in which not all have one in common: of both rows of x, and where those of
-    // this lane's columns begin, two of each eight.
-    struct Apart {
-        unsigned upper, lower;
-        const unsigned* columns;
-
-        MX_MEMBER uint2 of_piece(int piece) const {
-            return __ldg(reinterpret_cast<const uint2*>(columns + 8 * piece));
-        }
-    };
-    static constexpr int kPieces = kTile / 8;
-
-    // Adds products of which each row and each column has a scale, `shift` bits up in its word.
-    MX_MEMBER static void add_scaled(float (&sums)[kValues], float (&products)[kValues],
-                                     const Apart& of, int shift) {
-        const float of_rows[2] = {e8m0_to_normal(of.upper >> shift),
-                                  e8m0_to_normal(of.lower >> shift)};
-        wgmma_wait<0>();
-        keep_in_order(products);
-#pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-            const uint2 scales = of.of_piece(piece);
-            const float of_columns[2] = {e8m0_to_normal(scales.x >> shift),
-                                         e8m0_to_normal(scales.y >> shift)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& sum = sums[place(4 * piece + i)];
-                sum = mx::fma(products[4 * piece + i] * of_columns[i % 2], of_rows[i / 2], sum);
-            }
-        }
-    }
-
-    // Adds up a step in which not all have a scale in common.
-    MX_MEMBER void add_apart(float (&sums)[kValues], const Apart& of, float kind,
-                             Ring& ring) const {
-        const int stage = wait(ring);
-        if (__any_sync(~0u, kind == kRowsApart))
-            add_rows(sums, x_at(stage), w_at(stage), of);
-        else if (__any_sync(~0u, kind == kBlocksApart))
-            add_blocks(sums, x_at(stage), w_at(stage), of);
-        else
-            add_far_blocks(sums, x_at(stage), w_at(stage), of);
-        release(stage);
-        ring.next();
-    }
-
-    // Adds the products of a step whose rows have scales of their own.
-    MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                            const Apart& of) const {
-        float products[kValues];
-        multiply_blocks<kBlocks>(products, x_at, w_at);
-        add_scaled(sums, products, of, 0);
-    }
-
-    // Adds the products of a step whose blocks have scales of their own.
-    MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                              const Apart& of) const {
-#pragma unroll 1
-        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
-            float products[kValues];
-            multiply_blocks<1>(products, x_at, w_at);
-            add_scaled(sums, products, of, 8 * k);
-        }
-    }
-
-    // Likewise where the product of two scales may be out of fp32, though what it makes of a
-    // product is not.
-    MX_MEMBER void add_far_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                                  const Apart& of) const {
-#pragma unroll 1
-        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
-            float products[kValues];
-            multiply_blocks<1>(products, x_at, w_at);
-            const unsigned of_rows[2] = {of.upper >> 8 * k & 0xff, of.lower >> 8 * k & 0xff};
-            wgmma_wait<0>();
-            keep_in_order(products);
-#pragma unroll
-            for (int piece = 0; piece < kTile / 8; ++piece) {
-                const uint2 scales = of.of_piece(piece);
-                const unsigned of_columns[2] = {scales.x >> 8 * k & 0xff, scales.y >> 8 * k & 0xff};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const unsigned both = of_rows[i / 2] + of_columns[i % 2]; // 2^(both - 254)
-                    const unsigned half = both / 2;
-                    float& sum = sums[place(4 * piece + i)];
-                    sum = mx::fma(products[4 * piece + i] * bits_to_float(half << 23),
-                                  bits_to_float(both - half << 23), sum);
-                }
-            }
-        }
-    }
-
     // Stores sums of 64 rows from `row`, and of columns from n: 16 bytes of a row at a time where
     // these are whole.
     MX_MEMBER void store_rows(float (&sums)[kValues], long row, long n) const {
@@ -429,7 +136,8 @@ struct Consumer {
 #pragma unroll
                 for (int piece = 0; piece < 4; ++piece) {
                     const int v = 4 * (4 * four + piece) + 2 * i;
-                    words.words[piece] = pack<Out>(sums[place(v)], sums[place(v + 1)]);
+                    words.words[piece] =
+                        pack<Out>(sums[Products::place(v)], sums[Products::place(v + 1)]);
                 }
                 transpose_pairs(words, lane);
                 if (row + 8 * i < a.of.M && column < a.N)
@@ -442,7 +150,7 @@ struct Consumer {
         for (int v = 0; v < kValues; ++v) {
             const long own = row + v / 2 % 2 * 8, column = n + v / 4 * 8 + lane % 4 * 2 + v % 2;
             if (own < a.of.M && column < a.N)
-                store(a.y + own * a.features + column, sums[place(v)]);
+                store(a.y + own * a.features + column, sums[Products::place(v)]);
         }
     }
     MX_MEMBER void add_bias(float (&sums)[kValues], long n) const {
@@ -452,8 +160,8 @@ struct Consumer {
             for (int i = 0; i < 2; ++i) {
                 const long column = min(n + 8 * piece + lane % 4 * 2 + i, a.N - 1);
                 const float bias = load_bias(a.bias, a.bias_kind, a.first_feature + column);
-                sums[place(4 * piece + i)] += bias;
-                sums[place(4 * piece + 2 + i)] += bias;
+                sums[Products::place(4 * piece + i)] += bias;
+                sums[Products::place(4 * piece + 2 + i)] += bias;
             }
     }
 };
@@ -471,11 +179,7 @@ struct Producer {
             const int w_row = a.of.first_w() + tile.n;
             for (int step = s.first_chunk; step < s.first_chunk + s.chunks; ++step, ring.next()) {
                 barrier_wait(empty + 8 * ring.at, ring.parity ^ 1);
-                const unsigned barrier = full + 8 * ring.at;
-                const unsigned to = shared + ring.at * kStageBytes;
-                barrier_arrive_expect(barrier, kStageBytes);
-                tma_load(to, operands, step * kStepK, tile.m, barrier);
-                tma_load(to + kStageX, operands, step * kStepK, w_row, barrier);
+                copy_step(operands, shared, full, ring, step, tile.m, w_row);
             }
         }
     }
@@ -494,11 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const unsigned empty = full + 8 * kStages;
     if (threadIdx.x == 0) {
         prefetch_map(operands);
-        for (int i = 0; i < kStages; ++i) {
-            barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, kConsumers * kWarps);
-        }
-        fence_barrier_init();
+        init_ring(full, empty);
     }
     group_barrier();
     wait_for_grid_ahead();
@@ -521,6 +221,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         increase_registers<kConsumerRegisters>();
         const int thread = threadIdx.x % kGroupThreads;
-        Consumer{a, shared, full, empty, group - 1, thread / kLanes, thread % kLanes}.run();
+        Consumer{a, {shared, full, empty, group - 1, thread / kLanes, thread % kLanes}}.run();
     }
 }

@@ -14,14 +14,17 @@ from aiter_mx.dispatch.cells import format_config
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.dispatch.tables import load_rows
 from aiter_mx.kernels.linear import LinearProblem
+from aiter_mx.kernels.linear import wgmma_fp8_rescaled_sm90 as rescaled
 from aiter_mx.kernels.linear.wgmma_fp8_sm90 import ACCUMULATION_ERROR, MOST_ACCUMULATION_ERROR
 from aiter_mx.kernels.promoted_gemm import wgmma_fp8_sm90 as of_128
 from aiter_mx.ops import linear as linear_module
+from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.ops.promoted_gemm import promoted_gemm
 from aiter_mx.target import hardware, target_of, wants_exact_sums
 from op_tests.dispatch.products import KINDS, draws, hopper_sums
 from op_tests.dispatch.rows import write_table
 from op_tests.mx_reference import random_mx
+from op_tests.sums import stated_errors
 
 SWITCH = "AITER_MX_EXACT_SUMS"
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "FALSE", "no", "Off")
@@ -47,12 +50,26 @@ def test_exact_sums_pass_over_what_adds_with_fewer_bits(
 
 
 def test_no_row_gives_inexact_sums_where_exact_ones_are_asked_for() -> None:
-    for op in ("linear", "moe_gemm"):
+    for op in ("linear", "moe_gemm", "grouped_gemm"):
         problems = load_rows("sm_90a", op).problems()
         several = [replace(problem, M=300) for problem in problems[::50]]  # rows for tiles
         for problem in [*problems[:: max(1, len(problems) // 150)], *several]:
             chosen = aiter_mx.explain(op, arch="sm_90a", exact_sums=True, **vars(problem))
-            assert not chosen.kernel.startswith("wgmma_fp8"), problem
+            assert not chosen.kernel.startswith(("wgmma_fp8", "rescaled")), problem
+
+
+def test_tests_allow_what_the_kernel_of_a_route_states() -> None:
+    target = hardware("sm_90a")
+    assert route("linear", target, LinearProblem(2048, 4096, 4096)).kernel == "wgmma_fp8_rescaled"
+    few, many = (LinearProblem(rows, 4096, 4096) for rows in (32, 2048))
+    assert stated_errors("linear", target, few)["accumulation_error"] == ACCUMULATION_ERROR
+    assert stated_errors("linear", target, many) == {
+        "accumulation_error": rescaled.ACCUMULATION_ERROR,
+        "rescaling_error": rescaled.RESCALING_ERROR,
+    }
+    for problem in (few, many, replace(many, out_dtype="fp32")):
+        exact = problem.out_dtype != "fp32"
+        assert not stated_errors("linear", replace(target, exact_sums=exact), problem)
 
 
 def test_exact_sums_of_16_bits_take_a_row_of_fp32_results(
@@ -79,6 +96,26 @@ def test_exact_sums_of_16_bits_take_a_row_of_fp32_results(
     assert route("linear", target, LinearProblem(64, 6016, 2048)).source == "envelope"
 
 
+def test_exact_sums_of_groups_pass_over_a_row_of_rescaled_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"M": 8192, "N": 4096, "K": 7168, "G": 4}
+    row: dict[str, object] = {"gfx": "sm_90a", "cu_num": hardware("sm_90a").cu_num, **shape}
+    row |= {"op": "grouped_gemm", "out_dtype": "bf16", "backend": "hip", "kernel": "rescaled"}
+    row |= {"config": format_config({"slice_mib": 32}), "source": "measured"}
+    monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "mine.csv", row)))
+
+    def chosen(exact_sums: bool | None) -> aiter_mx.Route:
+        return aiter_mx.explain("grouped_gemm", arch="sm_90a", exact_sums=exact_sums, **shape)
+
+    assert (chosen(None).kernel, chosen(None).config) == ("rescaled", {"slice_mib": 32})
+    exact = chosen(True)
+    assert exact.kernel == "persistent"
+    assert "adds with about 14 bits" in exact.reason
+    monkeypatch.setenv(SWITCH, "1")
+    assert chosen(None) == exact and chosen(False).kernel == "rescaled"
+
+
 @pytest.mark.parametrize("text", [*ON, *OFF])
 def test_the_variable_reads_as_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, text)
@@ -94,7 +131,7 @@ def operands() -> tuple[Tensor, ...]:
 
 def test_setting_it_later_counts_in_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
-    for name in ("linear", "moe_gemm", "fused_moe_call"):
+    for name in ("linear", "grouped_gemm", "moe_gemm", "fused_moe_call"):
         module = __import__(f"aiter_mx.ops.{name}", fromlist=["bind"])
 
         def bind(op, target, *others, bind=module.bind):  # type: ignore[no-untyped-def]
@@ -124,7 +161,21 @@ def test_setting_it_later_counts_in_every_op(monkeypatch: pytest.MonkeyPatch) ->
     def linear(**options: bool) -> Tensor:
         return aiter_mx.linear(*operands(), **options)
 
-    for call, binds in ((linear, 1), (gemm, 1), (activated, 1), (layer, 4)):
+    def groups(**options: bool) -> Tensor:
+        return aiter_mx.grouped_gemm(*aiter_mx.quantize(x), *w1, ends, **options)
+
+    def of_rows(**options: bool) -> Tensor:
+        operands = (*aiter_mx.quantize(x), *w1, ends)  # in fp16, as one shape has one plan
+        return aiter_mx.grouped_gemm_dgrad(*operands, None, torch.float16, **options)
+
+    def masked(**options: bool) -> Tensor:
+        rows = [t.view(1, *t.shape).expand(4, -1, -1).contiguous() for t in aiter_mx.quantize(x)]
+        return grouped_gemm_ranges(*rows, *w1, None, counts, **options)
+
+    ends, counts = torch.tensor([1, 1, 2, 2]), torch.tensor([1, 0, 2, 2])
+    calls = ((linear, 1), (gemm, 1), (activated, 1), (layer, 4))
+    calls += ((groups, 1), (of_rows, 1), (masked, 1))
+    for call, binds in calls:
         for option in ({}, {"exact_sums": True}, {"exact_sums": False}):
             for setting in ("0", "1", "0"):
                 monkeypatch.setenv(SWITCH, setting)
@@ -135,12 +186,13 @@ def test_setting_it_later_counts_in_every_op(monkeypatch: pytest.MonkeyPatch) ->
         assert [exact for _, exact in asked] == [each for each in wanted for _ in range(binds)]
         asked.clear()
     assert linear_module._plans.by_call
-    with pytest.raises(TypeError, match="exact_sums must be True, False or None, got 'yes'"):
-        linear(exact_sums="yes")  # type: ignore[arg-type]
+    for call, _ in calls:
+        with pytest.raises(TypeError, match="exact_sums must be True, False or None, got 'yes'"):
+            call(exact_sums="yes")  # type: ignore[arg-type]
 
 
 def test_kernels_of_other_architectures_are_exact() -> None:
-    for op, shape in SHAPES:
+    for op, shape in (*SHAPES, ("grouped_gemm", {"M": 8192, "N": 4096, "K": 7168, "G": 4})):
         both = [aiter_mx.explain(op, arch="gfx950", exact_sums=exact, **shape) for exact in (0, 1)]
         assert both[0] == both[1]
     assert not hardware("sm_90a").exact_sums

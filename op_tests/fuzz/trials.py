@@ -59,6 +59,10 @@ def _bias(draw: random.Random, *shape: int) -> Tensor | None:
     return None if dtype is None else torch.randn(shape, generator=generator).to(dtype)
 
 
+def _exact_sums(draw: random.Random) -> bool | None:
+    return draw.choice([None, None, False, True])
+
+
 def linear(draw: random.Random) -> Trial:
     M, N = draw.choice([0, 1, 2, draw.randint(3, 20), draw.randint(21, 90)]), draw.randint(1, 90)
     K, dtype = 32 * draw.choice([1, 2, draw.randint(3, 40)]), draw.choice([*DTYPES.values()])
@@ -76,6 +80,7 @@ def linear(draw: random.Random) -> Trial:
         assert_close_to_reference(result, *drawn, bias)
 
     arguments = {**named, "bias": bias, "out_dtype": dtype, "out": out}
+    arguments["exact_sums"] = _exact_sums(draw)
     return Trial("linear", aiter_mx.linear, arguments, check)
 
 
@@ -140,6 +145,7 @@ def grouped_gemm(draw: random.Random) -> Trial:
         "out_dtype": dtype,
         "a_scale_layout": layouts[0],
         "b_scale_layout": layouts[1],
+        "exact_sums": _exact_sums(draw),
     }
 
     def check(result: Tensor) -> None:
@@ -234,6 +240,7 @@ def moe_gemm(draw: random.Random) -> Trial:
     arguments = dict(zip(names, drawn.tensors, strict=False))
     arguments |= {"num_valid_tokens": problem.routed, "top_k": top_k, "block_m": problem.block_m}
     arguments |= {"a_div": problem.a_div, "bias": drawn.tensors[8], "ids": problem.ids}
+    arguments["exact_sums"] = _exact_sums(draw)
     if is_activated:
         kind, layout = draw.choice(["silu", "swiglu_oai"]), draw.choice(["halves", "interleaved"])
         swiglu = (1.702, 1.0, 7.0)
@@ -257,7 +264,7 @@ def moe_gemm(draw: random.Random) -> Trial:
 
 
 def fused_moe(draw: random.Random) -> Trial:
-    call = random_call(draw, _seed(draw))
+    call = random_call(draw, _seed(draw)) | {"exact_sums": _exact_sums(draw)}
 
     def check(result: Tensor) -> None:
         assert_layer(result, call, CPU)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -193,15 +193,26 @@ def assert_group_rows(
     drawn: Operands,
     ranges: Sequence[Range],
     bias: Tensor | None = None,
-    underflow: float = 2.0**-126,
+    multiplied: Callable[[Operands], Operands] | None = None,
+    **errors: float | None,
 ) -> None:
-    """Every group's rows are right."""
+    """Every group's rows are right.
+
+    Args:
+        out, drawn, bias: the result, and what it is of.
+        ranges: of each group.
+        multiplied: what the kernel multiplies in place of a group's operands, where it rounds them.
+        errors: as of ``assert_close_to_reference``.
+    """
     a, a_scale, b, b_scale = drawn
+    others = {name: error for name, error in errors.items() if name != "rescaling_error"}
     for g, (start, end) in enumerate(ranges):
         if start < end:
             rows, own = slice(start, end), None if bias is None else bias[g]
-            operands = (a[rows], a_scale[rows], b[g], b_scale[g], own)
-            assert_close_to_reference(out[rows], *operands, underflow=underflow)
+            operands = (a[rows], a_scale[rows], b[g], b_scale[g])
+            if multiplied is not None:
+                assert_close_to_reference(out[rows], *multiplied(operands), own, **others)
+            assert_close_to_reference(out[rows], *operands, own, **errors)
 
 
 def assert_groups(
@@ -209,15 +220,16 @@ def assert_groups(
     drawn: Operands,
     groups: Groups,
     bias: Tensor | None = None,
-    underflow: float = 2.0**-126,
+    multiplied: Callable[[Operands], Operands] | None = None,
+    **errors: float | None,
 ) -> None:
-    """Every group's rows are right, and all others as they were."""
+    """Every group's rows are right, and all others as they were; see ``assert_group_rows``."""
     if groups.told == "unpadded":
         found, out = out, poisoned((groups.M, out.shape[1]), out.dtype)
         for to, (start, end) in zip(groups.out_offs, groups.ranges, strict=False):
             out[start:end] = found[to : to + end - start]
         assert is_poison(found[groups.out_offs[-1] :]), "wrote after the groups"
-    assert_group_rows(out, drawn, groups.ranges, bias, underflow)
+    assert_group_rows(out, drawn, groups.ranges, bias, multiplied, **errors)
     untouched = torch.ones(len(out), dtype=torch.bool)
     for start, end in groups.ranges:
         untouched[start:end] = False

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
+from aiter_mx.kernels.grouped_gemm.problem import A_FORMATS, LAYOUT_CODES
+from aiter_mx.kernels.linear import wgmma_fp8_rescaled_sm90 as rescaled
 from aiter_mx.kernels.spec import Config
 from op_tests import conformance
 from op_tests.conformance import DTYPES, alone, named
 from op_tests.grouped.cases import (
     Case,
     Groups,
+    Operands,
     draw_groups,
     ending_at,
     of_every_size,
     one_group,
 )
+from op_tests.linear.rescaled import both_rescaled
+from op_tests.linear.subjects.wgmma_fp8_rescaled_sm90 import LESS_NEAR, NEAR
+from op_tests.operands import Exponents
 
 config_of = named("tile_m", "tile_n", "swath", "xcds")
 
@@ -35,6 +41,12 @@ class Subject(conformance.Subject):
         every_size: a group of every size.
         ordered: cases that take waves, and tiles, in orders of their own.
         biases: dtypes of bias to try with each result.
+        dtypes: the results that the kernel makes.
+        layouts, a_formats: as of ``GroupedGemmProblem``, that it covers.
+        accumulation_error: where sums have fewer bits than fp32's.
+        multiplied: what it multiplies in place of a group's operands, where it rounds them.
+        rescaling_error: what an element of them changes by, of the largest of its block.
+        exponents: more ranges of scales to draw, where how near they are decides what is computed.
         underflow: what a block of 32 products may lose at the lower end of fp32.
     """
 
@@ -44,6 +56,13 @@ class Subject(conformance.Subject):
     every_size: Case
     ordered: Sequence[Case] = ()
     biases: Sequence[str] = ("none", *DTYPES)
+    dtypes: Sequence[str] = tuple(DTYPES)
+    layouts: Sequence[str] = tuple(LAYOUT_CODES)
+    a_formats: Sequence[str] = A_FORMATS
+    accumulation_error: float | None = None
+    multiplied: Callable[[Operands], Operands] | None = None
+    rescaling_error: float = 0.0
+    exponents: Sequence[Exponents] = ()
     underflow: float = 2.0**-126
 
 
@@ -170,6 +189,74 @@ PERSISTENT_SM90 = Subject(
     every_size=Case(of_every_size(130), 96, 352, None, "fp32"),
 )
 
+# -- rescaled on Hopper ----------------------------------------------------------------------------
+SIZES = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 0, 257)  # rows of groups
+_NARROW = {"ring_mib": 16}  # room for 45 tiles of 2880 k of w
+
+
+def _of_sizes(sizes: Sequence[int], more: int = 0, **told: str) -> Groups:
+    ends = [*accumulate(sizes)]
+    return ending_at(ends, ends[-1] + more, **told)
+
+
+def _masked(sizes: Sequence[int]) -> Groups:
+    room = max(sizes) + 3
+    ranges = [(g * room, g * room + rows) for g, rows in enumerate(sizes)]
+    return Groups(ranges, "masked", "i32", room * len(sizes))
+
+
+def _rescaled_drawn(dtype: str) -> list[Case]:
+    """Groups of every kind, results of one dtype, biases in turn."""
+    draw, cases = random.Random(dtype), []
+    for seed, bias in enumerate(("none", "bf16", "fp16", "fp32") * 5):
+        N = 32 * draw.choice([1, 3, 4, 5, 8, 9, 13])
+        K = draw.choice([32, 64, 96, 128, 224, 352, 1056])
+        groups = draw_groups(draw, draw.choice([64, 128]))
+        cases.append(Case(groups, N, K, None, dtype, bias, (None, 1, 2, 5, 78)[seed % 5]))
+    return cases
+
+
+RESCALED_SM90 = Subject(
+    "rescaled",
+    ("sm_90a",),
+    [
+        _rescaled_drawn("bf16"),
+        _rescaled_drawn("fp16"),
+        [
+            Case(_of_sizes(SIZES, 5), 416, 352, None, "bf16", "fp32"),
+            Case(_of_sizes(SIZES[::-1], index="i64"), 160, 32, None, "bf16"),
+            Case(_of_sizes(SIZES), 96, 96, None, "fp16", "fp16", 3),
+            Case(_masked(SIZES), 288, 608, None, "bf16", "bf16"),
+            Case(_masked((5, 0, 128)), 128, 1120, None, "fp16"),
+            Case(one_group(1000), 1056, 2880, None, "bf16", "bf16"),
+        ],
+        # More tiles of w than the ring has room for, of groups of which some have no rows; places
+        # are taken again by other tiles of a group, and by those of other groups.
+        [
+            Case(_of_sizes((70, 0, 200, 1, 129, 333, 64)), 1056, 2880, _NARROW, "bf16", "bf16"),
+            Case(_of_sizes((0, 0, 1, 0, 130, 0, 0, 20)), 2880, 2880, _NARROW, "bf16", "fp32", 7),
+            Case(_of_sizes((130, 65)), 5792, 2880, _NARROW, "bf16"),
+            Case(_of_sizes([*range(0, 640, 10)]), 160, 2880, _NARROW, "bf16"),
+            Case(_masked([*range(0, 160, 5)] * 2), 160, 2880, _NARROW, "fp16", "fp16"),
+        ],
+        # More groups than the list has threads.
+        [Case(_many_groups(), 32, 64, None, "bf16")],
+    ],
+    few=[
+        Case(one_group(300), 160, 352, None, "bf16"),
+        Case(one_group(70), 96, 1056, None, "bf16"),
+        Case(one_group(257), 608, 448, None, "bf16", cu_num=3),
+    ],
+    every_size=Case(of_every_size(130), 96, 352, None, "bf16"),
+    dtypes=("bf16", "fp16"),
+    layouts=("jagged", "masked"),
+    a_formats=("e4m3",),
+    accumulation_error=rescaled.ACCUMULATION_ERROR,
+    multiplied=both_rescaled,
+    rescaling_error=rescaled.RESCALING_ERROR,
+    exponents=[NEAR, LESS_NEAR],
+)
+
 # -- fallbacks -------------------------------------------------------------------------------------
 _DRAWN = [
     Case(draw_groups(random.Random(seed), 32), N, K, {}, dtype, bias)
@@ -187,4 +274,4 @@ TORCH = Subject(
     underflow=0.0,
 )
 
-SUBJECTS = (PERSISTENT_GFX950, PERSISTENT_SM90, TORCH)
+SUBJECTS = (PERSISTENT_GFX950, PERSISTENT_SM90, RESCALED_SM90, TORCH)

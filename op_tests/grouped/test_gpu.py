@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import aiter_mx
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.ops.grouped_gemm import grouped_gemm_ranges
 from aiter_mx.target import target_of
 from aiter_mx.timing import random_mx as random_mx_on_device
+from op_tests.conformance import NAMES
 from op_tests.grouped.cases import Operands, assert_group_rows
 from op_tests.launches import moved
 from op_tests.mx_reference import assert_close_to_reference, random_mx, random_mx_groups
+from op_tests.sums import stated_errors
 
 POISON = 7.25
 
@@ -35,13 +38,21 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     index: torch.dtype = torch.int32,
+    exact_sums: bool | None = None,
 ) -> torch.Tensor:
     out = torch.full((case[0].shape[0], case[2].shape[1]), POISON, dtype=dtype, device="cuda")
     offs = torch.tensor(ends, dtype=index, device="cuda")
     own = None if bias is None else bias.cuda()
-    aiter_mx.grouped_gemm(*(t.cuda() for t in case), offs, out, dtype, own)
-    result = out.cpu()
-    assert_group_rows(result, case, [*zip([0, *ends], ends, strict=False)], bias)
+    on_gpu = [t.cuda() for t in case]
+    aiter_mx.grouped_gemm(*on_gpu, offs, out, dtype, own, exact_sums=exact_sums)
+    result, (G, N, K) = out.cpu(), case[2].shape
+    problem = GroupedGemmProblem(
+        *(len(result), N, K, G, NAMES[dtype]),
+        bias="none" if bias is None else NAMES[bias.dtype],
+        index="i32" if index == torch.int32 else "i64",
+    )
+    errors = stated_errors("grouped_gemm", target_of(out.device, exact_sums), problem)
+    assert_group_rows(result, case, [*zip([0, *ends], ends, strict=False)], bias, **errors)
     assert (result[ends[-1] :] == POISON).all()
     return out
 
@@ -51,7 +62,10 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("K", [96, 352, 448])
     @pytest.mark.parametrize("N", [288, 608])
-    def test_nan_in_w_reaches_all_tiles_of_its_group(self, N: int, K: int) -> None:
+    @pytest.mark.parametrize("exact_sums", [None, True])
+    def test_nan_in_w_reaches_all_tiles_of_its_group(
+        self, exact_sums: bool | None, N: int, K: int
+    ) -> None:
         """One tile of tokens looks for it: the others may be multiplied sooner or later, and a
         group may end in a tile of one row, or begin in one that was cut."""
         ends = [1030, 1030, 1287, 1288, 1800, 2900]
@@ -61,16 +75,17 @@ class TestOnHopper:
         b[0, N - 1, 95] = b[5, 127, 64] = b[5, N - 32, 32] = 0xFF
         b_scale[0, 70, 1], b_scale[5, 31], b_scale[5, 130, 0] = 250, 1, 255
         a_scale[1029, 0], a_scale[2899, 2], a_scale[1900, 1] = 200, 255, 240
-        first = check(case, ends)
+        first = check(case, ends, exact_sums=exact_sums)
         for _ in range(10):
-            again = check(case, ends)
+            again = check(case, ends, exact_sums=exact_sums)
             assert torch.equal(again.isnan(), first.isnan())
             assert torch.equal(again.nan_to_num(1.0), first.nan_to_num(1.0))
 
-    def test_nan_in_all_of_w_makes_nan_of_its_group_alone(self) -> None:
+    @pytest.mark.parametrize("exact_sums", [None, True])
+    def test_nan_in_all_of_w_makes_nan_of_its_group_alone(self, exact_sums: bool | None) -> None:
         case = random_mx_groups(2000, 3, 416, 160)
         case[2].view(torch.uint8)[1, :, 77] = 0x7F
-        out = check(case, [600, 1500, 2000]).float()
+        out = check(case, [600, 1500, 2000], exact_sums=exact_sums).float()
         assert out[600:1500].isnan().all() and not out[:600].isnan().any()
         assert not out[1500:].isnan().any()
 
@@ -173,7 +188,8 @@ class TestOnHopper:
                 assert torch.equal(out, one.expand_as(out))
 
     def test_launches_that_fill_the_gpu_on_two_streams_finish_and_are_bitwise_equal(self) -> None:
-        """Each alone has a workgroup for every SM: together, some of each wait for the other."""
+        """Each alone has a workgroup for every SM: together, some of each wait for the other, those
+        of ``persistent``."""
         device = torch.device("cuda")
         G, rows, N, K = 5, 700, 2880, 1056
         ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
@@ -183,7 +199,7 @@ class TestOnHopper:
             b, b_scale = random_mx_on_device(G * N, K, device)
             weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
             cases.append((*random_mx_on_device(G * rows, K, device), *weights))
-        expected = [aiter_mx.grouped_gemm(*case, ends) for case in cases]
+        expected = [aiter_mx.grouped_gemm(*case, ends, exact_sums=True) for case in cases]
         assert not torch.equal(*expected)
         outs = [torch.full((20, *one.shape), POISON, dtype=one.dtype).cuda() for one in expected]
         streams = [torch.cuda.Stream() for _ in cases]
@@ -191,27 +207,30 @@ class TestOnHopper:
         for at in range(20):
             for stream, case, out in zip(streams, cases, outs, strict=True):
                 with torch.cuda.stream(stream):
-                    aiter_mx.grouped_gemm(*case, ends, out[at])
+                    aiter_mx.grouped_gemm(*case, ends, out[at], exact_sums=True)
         torch.cuda.synchronize()
         for out, one in zip(outs, expected, strict=True):
             assert torch.equal(out, one.expand_as(out))
 
     def test_16_bit_results_that_are_computed_again_replace_those_on_their_way(self) -> None:
-        """Boxes of whole slabs are stored by the copy engine, and some of theirs once more."""
+        """By ``persistent``, boxes of whole slabs are stored by the copy engine, and some of theirs
+        once more."""
         case = random_mx_groups(1300, 2, 320, 416)
         _, a_scale, b, b_scale = case
         b_scale[0, 5, 7], b_scale[1, 300], a_scale[60, 3] = 250, 1, 200
         b.view(torch.uint8)[0, 70, 7] = 0x7F
-        first = check(case, [1030, 1300])
+        first = check(case, [1030, 1300], exact_sums=True)
         for _ in range(20):
-            assert torch.equal(check(case, [1030, 1300]).nan_to_num(1.0), first.nan_to_num(1.0))
+            again = check(case, [1030, 1300], exact_sums=True)
+            assert torch.equal(again.nan_to_num(1.0), first.nan_to_num(1.0))
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("exact_sums", [None, True])
     @pytest.mark.parametrize(
         ("G", "rows", "N", "K"), [(4, 512, 2880, 2880), (8, 256, 4096, 7168), (4, 300, 7168, 2048)]
     )
     def test_ten_thousand_launches_are_bitwise_equal(
-        self, G: int, rows: int, N: int, K: int
+        self, G: int, rows: int, N: int, K: int, exact_sums: bool | None
     ) -> None:
         device = torch.device("cuda")
         a = random_mx_on_device(G * rows, K, device)
@@ -219,12 +238,12 @@ class TestOnHopper:
         weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
         ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * rows
         ends[:-1] -= 37
-        first = aiter_mx.grouped_gemm(*a, *weights, ends)
+        first = aiter_mx.grouped_gemm(*a, *weights, ends, exact_sums=exact_sums)
         out, differ = torch.empty_like(first), torch.zeros((), dtype=torch.int64, device=device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(10):
-                aiter_mx.grouped_gemm(*a, *weights, ends, out)
+                aiter_mx.grouped_gemm(*a, *weights, ends, out, exact_sums=exact_sums)
                 differ += (out != first).any()
                 out.fill_(POISON)
         for _ in range(1000):
@@ -232,15 +251,19 @@ class TestOnHopper:
         assert not differ.item()
 
     @pytest.mark.slow
-    def test_operands_and_results_above_4_gib_are_right_in_their_last_rows(self) -> None:
+    @pytest.mark.parametrize("exact_sums", [None, True])
+    def test_operands_and_results_above_4_gib_are_right_in_their_last_rows(
+        self, exact_sums: bool | None
+    ) -> None:
         device = torch.device("cuda")
+        target = target_of(device, exact_sums)
         for M, G, N, K in ((2048, 3, 20480, 73728), (69000, 2, 32768, 1024)):
             a = random_mx_on_device(M, K, device)
             b, b_scale = random_mx_on_device(G * N, K, device)
             weights = (b.view(G, N, K), b_scale.view(G, N, K // 32))
             ends = torch.arange(1, G + 1, dtype=torch.int32, device=device) * (M // G)
             ends[-1] = M
-            out = aiter_mx.grouped_gemm(*a, *weights, ends)
+            out = aiter_mx.grouped_gemm(*a, *weights, ends, exact_sums=exact_sums)
             assert max(weights[0].nbytes, out.nbytes) > 4 << 30
             few = slice(M - 40, M)
             columns = slice(N - 64, N)
@@ -250,4 +273,5 @@ class TestOnHopper:
                 a[1][few].cpu(),
                 weights[0][-1, columns].cpu(),
                 weights[1][-1, columns].cpu(),
+                **stated_errors("grouped_gemm", target, GroupedGemmProblem(M, N, K, G)),
             )

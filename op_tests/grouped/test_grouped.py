@@ -223,6 +223,8 @@ def test_torch_library_checks_pass() -> None:
     torch.library.opcheck(ops.grouped_gemm.default, (*arguments, torch.float16, *options))
     out = torch.zeros(case[0].shape[0], case[2].shape[1])
     torch.library.opcheck(ops.grouped_gemm_out.default, (*arguments, out, *options))
+    every = (*arguments, torch.float16, *options, None, 0, 0, True)
+    torch.library.opcheck(ops.grouped_gemm.default, every)
 
 
 def test_compiles_as_one_graph() -> None:
@@ -233,7 +235,10 @@ def test_compiles_as_one_graph() -> None:
         aiter_mx.grouped_gemm(a, a_scale, b, s, o, out=y, out_dtype=torch.float32)
         a_scale = aiter_mx.quantize(x, scale_layout="16x4")[1]
         return y + aiter_mx.grouped_gemm(
-            a, a_scale, b, s, o, out_dtype=torch.float32, a_scale_layout="16x4"
+            *(a, a_scale, b, s, o),
+            out_dtype=torch.float32,
+            a_scale_layout="16x4",
+            exact_sums=True,
         )
 
     x = torch.randn(90, 160)

@@ -7,6 +7,7 @@ from itertools import product
 
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.kernels.linear.wgmma_bf16_sm90 import WGMMA_BF16
@@ -17,6 +18,8 @@ from aiter_mx.kernels.linear.wgmma_fp8_tiled_sm90 import WGMMA_FP8_TILED
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
+from aiter_mx.kernels.moe_gemm.rescaled_sm90 import RESCALED as RESCALED_ROUTED
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
 from aiter_mx.kernels.registry import kernels_of, ops
@@ -91,4 +94,25 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
     )
     of_fp16 = replace(many, out_dtype="fp16")
     found["linear/wgmma_fp8_rescaled_sm90.cu to fp16"] = (rescaled, of_fp16, config)
+    return found | _rescaled_groups()
+
+
+def _rescaled_groups() -> dict[str, tuple[Module, Problem, Config]]:
+    """The grouped GEMM over rescaled operands to fp16, and over routed rows in all its forms."""
+    groups, routed = (PROBLEMS[op][0] for op in ("grouped_gemm", "moe_gemm"))
+    sorted_out = replace(routed, out_dtype="bf16", activation="none", sorted_out=True)
+    tried = [("fp16", RESCALED, replace(groups, out_dtype="fp16"))]
+    tried += [
+        (f"routed {dtype}", RESCALED_ROUTED, replace(sorted_out, out_dtype=dtype))
+        for dtype in ("bf16", "fp16")
+    ]
+    tried += [
+        (f"{kind} of {layout}", RESCALED_ROUTED, replace(routed, activation=kind, layout=layout))
+        for kind, layout in product([*ACTIVATION_CODES][1:], LAYOUTS)
+    ]
+    found = {}
+    for what, kernel, problem in tried:
+        config = kernel.configure(SM90, problem)
+        for module in kernel.modules[1:]:  # the two ahead are of one object
+            found[f"{module.sources['sm_90a']} to {what}"] = (module, problem, config)
     return found

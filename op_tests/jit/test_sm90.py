@@ -18,6 +18,14 @@ MOST_STACK = {  # bytes of a thread
     "grouped/persistent_sm90.cu of moe_gemm": 32,  # six words of a tile, none of its loop
     "moe/wgmma_f16_sm90.cu": 8,
 }
+# Where activated: where the scales of a tile begin, and a word of the rescaler's where those of a
+# block are apart; with relu2 words of the producer's too. None is of the loop.
+MOST_STACK |= {
+    name: 56 if problem.activation == "relu2" else 16
+    for name, (module, problem, _) in launches().items()
+    if module.sources["sm_90a"] == "grouped/rescaled_sm90.cu"
+    and getattr(problem, "activation", "none") != "none"
+}
 FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE of .nv.info: a symbol, and the bytes of its frame
 # An instruction has 128 bits. As nvdisasm shows it, B2R.RESULT takes a barrier's answer to a
 # register and to a predicate: the opcode, the bits that name these two, and the names of none.

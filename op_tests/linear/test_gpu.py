@@ -8,16 +8,12 @@ import pytest
 import torch
 
 import aiter_mx
-from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.errors import CaptureError
-from aiter_mx.kernels.linear import (
-    LinearProblem,
-    wgmma_fp8_rescaled_sm90,
-    wgmma_fp8_sm90,
-)
+from aiter_mx.kernels.linear import LinearProblem
 from aiter_mx.target import target_of
 from op_tests.launches import name_triton
 from op_tests.mx_reference import assert_close_to_reference, random_mx
+from op_tests.sums import stated_errors
 from op_tests.threads import in_threads
 
 pytestmark = pytest.mark.gpu
@@ -35,17 +31,7 @@ def operands(M: int, N: int, K: int, seed: int = 0) -> Operands:
 def assert_right(out: torch.Tensor, case: Operands) -> None:
     (M, K), N = case[0].shape, case[2].shape[0]
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[out.dtype]
-    chosen = route("linear", target_of(out.device), LinearProblem(M, N, K, dtype))
-    # A kernel whose matrix unit keeps fewer bits states its own error.
-    stated: dict[str, float] = {}
-    if chosen.kernel in ("wgmma_fp8", "wgmma_fp8_tiled"):
-        stated = {"accumulation_error": wgmma_fp8_sm90.ACCUMULATION_ERROR}
-    elif chosen.kernel == "wgmma_fp8_rescaled":
-        of = wgmma_fp8_rescaled_sm90
-        stated = {
-            "accumulation_error": of.ACCUMULATION_ERROR,
-            "rescaling_error": of.RESCALING_ERROR,
-        }
+    stated = stated_errors("linear", target_of(out.device), LinearProblem(M, N, K, dtype))
     assert_close_to_reference(out.cpu(), *(t.cpu() for t in case), **stated)
 
 

@@ -20,6 +20,7 @@ from op_tests.launches import on
 from op_tests.moe.operands import SWIGLU, random_weights
 from op_tests.moe.reference import Layer, assert_activated
 from op_tests.mx_reference import assert_rounded
+from op_tests.sums import stated_errors
 
 CONSTANTS = ("alpha", "beta", "limit")
 
@@ -78,8 +79,8 @@ def experts_of(call: dict[str, Any]) -> list[int]:
 def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> None:
     """Assert that ``out`` is the layer's result.
 
-    What is quantised between the GEMMs is taken from ``moe_gemm_activated``, or from the first of
-    two launches, after a check: a value between two steps of e4m3 may go either way.
+    What is quantised between the GEMMs is taken from the layer's own first GEMM, or from the first
+    of two launches, after a check: a value between two steps of e4m3 may go either way.
     """
     M, top_k = call["topk_ids"].shape
     E, shared, experts = call["w1q"].shape[0], call["shared_experts"], experts_of(call)
@@ -88,15 +89,6 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
     expert_map = here["expert_map"]
     num_experts = E - shared if expert_map is None else len(expert_map)
     xq, xs = aiter_mx.quantize(here["x"])
-    lists = aiter_mx.moe_align(
-        here["topk_ids"],
-        16,
-        num_experts,
-        expert_map,
-        drop_absent=expert_map is not None,
-        shared_experts=shared,
-        first_shared=E - shared,
-    )
     swiglu = dict(zip(CONSTANTS, SWIGLU, strict=True))
     swiglu |= {name: call[name] for name in CONSTANTS if name in call}
     kinds = {name: call[name] for name in ("activation", "layout")} | swiglu
@@ -109,26 +101,36 @@ def assert_layer(out: Tensor, call: dict[str, Any], device: torch.device) -> Non
         dtype=DTYPE_NAMES[call["x"].dtype],
         **kinds,
     )
-    launches = problem.parts(target_of(device).arch)
+    target = target_of(device, call.get("exact_sums"))
+    launches = problem.parts(target.arch)
     (op, up), (_, last) = launches[0], launches[-1]
+    gemms = [part for op, part in launches if op == "moe_gemm"]
+    errors = [stated_errors("moe_gemm", target, gemm) for gemm in gemms] or [{}, {}]
     if op == "moe_up":
         rows = torch.zeros(M * slots, problem.intermediate, device=device)
         routing = (here["topk_ids"], expert_map, None)
         tensors = (*routing, xq, xs, here["w1q"], here["w1s"], here["bias1"], rows)
-        launched(bind(op, target_of(device), up, device), *tensors)
+        launched(bind(op, target, up, device), *tensors)
         h, hs = aiter_mx.quantize(rows)
     else:
-        h, hs = aiter_mx.moe_gemm_activated(
-            *(xq, xs, here["w1q"], here["w1s"], *lists, M * slots, slots, 16),
-            a_div=slots,
-            bias=here["bias1"],
-            **kinds,
+        lists = aiter_mx.moe_align(
+            here["topk_ids"],
+            problem.block_m,
+            num_experts,
+            expert_map,
+            drop_absent=expert_map is not None,
+            shared_experts=shared,
+            first_shared=E - shared,
         )
+        h = torch.zeros(M * slots, problem.intermediate, dtype=xq.dtype, device=device)
+        hs = torch.zeros(M * slots, problem.intermediate // 32, dtype=xs.dtype, device=device)
+        operands = (xq, xs, here["w1q"], here["w1s"], *lists, None, here["bias1"])
+        launched(bind("moe_gemm", target, gemms[0], device), *operands, h, hs)
     h, hs, xq, xs = h.cpu(), hs.cpu(), xq.cpu(), xs.cpu()
-    first = Layer(xq, xs, call["w1q"], call["w1s"], call["bias1"], experts, slots)
+    first = Layer(xq, xs, call["w1q"], call["w1s"], call["bias1"], experts, slots, **errors[0])
     interleaved = call["layout"] == "interleaved"
     assert_activated(h, hs, first, call["activation"], interleaved, tuple(swiglu.values()))
-    second = Layer(h, hs, call["w2q"], call["w2s"], call["bias2"], experts, 1)
+    second = Layer(h, hs, call["w2q"], call["w2s"], call["bias2"], experts, 1, **errors[1])
     weights = torch.cat((call["topk_weights"], torch.ones(M, shared)), 1).flatten().double()
     N = call["x"].shape[1]
     ref, error, total = (torch.zeros(M, N, dtype=torch.float64) for _ in range(3))

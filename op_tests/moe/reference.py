@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from op_tests.launches import is_poison
-from op_tests.mx_reference import assert_rounded, dequantize64
+from op_tests.mx_reference import assert_rounded, dequantize64, lost_by_rescaling
 
 E4M3_MAX = 448.0
 
@@ -26,6 +26,7 @@ class Layer:
         a_div: routed rows that share a row of x.
         weights: of each routed row, or None.
         accumulation_error: of the sum of magnitudes, beyond what fp32 sums may err by.
+        rescaling_error: of the largest of its block, what an element of x and of w may change by.
     """
 
     xq: Tensor
@@ -37,6 +38,7 @@ class Layer:
     a_div: int
     weights: Tensor | None = None
     accumulation_error: float = 0.0
+    rescaling_error: float = 0.0
 
     def rows_of(self, expert: int) -> list[int]:
         """The routed rows of an expert."""
@@ -55,6 +57,8 @@ class Layer:
             total = total + self.bias[expert].double().abs()
         relative = (8 + math.sqrt(K)) * 2.0**-23 + self.accumulation_error
         error = relative * total + 2.0**-126 * K / 32
+        if self.rescaling_error:
+            error = error + lost_by_rescaling(x, w, self.rescaling_error)
         if self.weights is not None:
             weight = self.weights[rows].double().unsqueeze(1)
             ref, total = ref * weight, total * weight.abs()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import lcm
 
+from aiter_mx.kernels.linear import wgmma_fp8_rescaled_sm90 as rescaled
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm import mma_ring_sm90 as mma_ring
 from aiter_mx.kernels.moe_gemm import wgmma_fp8_sm90 as wgmma_fp8
+from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
 from aiter_mx.kernels.spec import Config
 from op_tests import conformance
 from op_tests.conformance import alone, named
@@ -28,6 +31,8 @@ class Subject(conformance.Subject):
         dtypes: the results that the kernel makes; the first shows most of its errors.
         biases: dtypes of bias for each of these results.
         accumulation_error: where sums have fewer bits than fp32's.
+        rescaling_error: what an element changes by, of the largest of its block.
+        weighted: whether it multiplies by routing weights.
         strays: whether blocks without an id may stand among those of an expert.
         sized: whether it has shapes that take memory beyond 4 GiB tried on a GPU.
         fitted: a configuration for a problem that the given one has no room for.
@@ -41,6 +46,8 @@ class Subject(conformance.Subject):
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     biases: tuple[str, ...] = BIASES
     accumulation_error: float = 0.0
+    rescaling_error: float = 0.0
+    weighted: bool = True
     strays: bool = True
     sized: bool = False
     fitted: Callable[[MoeGemmProblem, Config], Config] = lambda problem, config: config
@@ -228,6 +235,46 @@ WGMMA_FP8 = Subject(
     sized=True,
 )
 
+# Groups' rescaled operands, over routed rows. N: whole tiles, of 128 rows of w, and parts; experts
+# of less than a tile and of several, and some without a block.
+_RESCALED = [
+    Case(1, 32, 32, 1, 1, 16),
+    Case(300, 160, 352, 2, 2, 128),
+    Case(70, 96, 96, 8, 3, 16),
+    Case(150, 448, 1056, 4, 3, 64),
+    Case(513, 128, 224, 1, 1, 64),
+    Case(130, 416, 128, 40, 8, 64),
+    Case(700, 512, 256, 3, 5, 128),
+    Case(90, 1056, 2880, 6, 4, 16, {"ring_mib": 16}),
+    Case(260, 96, 608, 5, 6, 12),
+]
+RESCALED = Subject(
+    "rescaled",
+    ("sm_90a",),
+    alone(
+        case._replace(config=case.config or {"ring_mib": (16, 64)[at % 2]})
+        for at, case in enumerate(_RESCALED)
+    ),
+    few=[_RESCALED[at] for at in (1, 2, 3)],
+    activated=[
+        (
+            _RESCALED[at % len(_RESCALED)]._replace(N=64 * (1 + at % 9)),
+            activation,
+            layout,
+        )
+        for at, (activation, layout) in enumerate(
+            [*product([*ACTIVATION_CODES][1:], LAYOUTS), *product(("silu", "swiglu_oai"), LAYOUTS)]
+        )
+    ],
+    tokens=Case(0, 96, 352, 3, 2, 16),
+    dtypes=("bf16", "fp16"),
+    accumulation_error=rescaled.ACCUMULATION_ERROR,
+    rescaling_error=rescaled.RESCALING_ERROR,
+    weighted=False,
+    strays=False,
+    sized=True,
+)
+
 # -- fallbacks -------------------------------------------------------------------------------------
 _TORCH = [
     *_drawn({}, "fp32", "torch", 8, 1, 32, 0),
@@ -245,4 +292,4 @@ TORCH = Subject(
     backend="torch",
 )
 
-SUBJECTS = (MFMA, GROUPED, MMA_RING, WGMMA_F16, WGMMA_FP8, TORCH)
+SUBJECTS = (MFMA, GROUPED, MMA_RING, WGMMA_F16, WGMMA_FP8, RESCALED, TORCH)

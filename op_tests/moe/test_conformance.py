@@ -83,8 +83,13 @@ class Bench(conformance.Bench):
     def draw(self, case: Case, seed: int, dtype: str = "", **options: Any) -> Drawn:
         dtype = dtype or case.dtype or self.subject.dtypes[0]
         case = case._replace(bias=options.pop("bias", case.bias))
-        error = self.subject.accumulation_error
-        return draw_layer(case, seed, dtype, accumulation_error=error, **options)
+        subject = self.subject
+        if not subject.weighted:
+            options["weighted"] = False
+        error = subject.accumulation_error
+        drawn = draw_layer(case, seed, dtype, accumulation_error=error, **options)
+        layer = replace(drawn.layer, rescaling_error=subject.rescaling_error)
+        return replace(drawn, layer=layer)
 
     def few(self, every: bool = False, **options: Any) -> Iterator[tuple[Case, Drawn]]:
         """Cases for draws of many kinds, or every one, in the result that shows most errors."""
@@ -269,5 +274,6 @@ def test_experts_beyond_2_and_4_gib_are_addressed_rightly(bench: Bench) -> None:
     few = [torch.stack([t.view(torch.uint8)[expert] for expert in some]).cpu() for t in (wq, ws)]
     experts = [some.index(expert) for expert in chosen]
     operands = (*x, few[0].view(wq.dtype), few[1], None, experts, 1)
-    error = bench.subject.accumulation_error
-    assert_rows(out, Layer(*operands, accumulation_error=error))
+    subject = bench.subject
+    errors = (subject.accumulation_error, subject.rescaling_error)
+    assert_rows(out, Layer(*operands, None, *errors))

@@ -109,12 +109,16 @@ def test_bits_are_those_of_sums_in_fp32_that_are_activated_by_a_launch_of_their_
         assert all(map(same_bytes, *found))
 
 
+@pytest.mark.parametrize("exact_sums", [None, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_layers_of_many_tokens_match_float64(dtype: torch.dtype, device: torch.device) -> None:
+def test_layers_of_many_tokens_match_float64(
+    dtype: torch.dtype, exact_sums: bool | None, device: torch.device
+) -> None:
     for seed, activation in enumerate(("silu", "swiglu_oai", "silu")):
         draw = random.Random(seed)
         fixed = {"M": 600, "experts": 3 + seed % 2, "top_k": 2, "intermediate": 96 + 64 * seed}
         call = random_call(draw, seed, dtype=dtype, hidden=256, activation=activation, **fixed)
+        call["exact_sums"] = exact_sums
         found = aiter_mx.fused_moe(**on(device, call))
         assert_layer(found.cpu(), call, device)
         assert torch.equal(aiter_mx.fused_moe(**on(device, call)), found)

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import aiter_mx
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.nn import MxExperts
+from aiter_mx.target import target_of
 from aiter_mx.timing import random_mx
 from op_tests.mx_reference import assert_close_to_reference
+from op_tests.sums import stated_errors
 from op_tests.training.cases import check, draw_case
 
 pytestmark = pytest.mark.gpu
@@ -48,16 +51,20 @@ def test_gradients_of_weights_match_float64_and_repeat(dtype: torch.dtype) -> No
     assert torch.equal(again, out)
 
 
-def test_gradients_of_rows_match_float64() -> None:
+@pytest.mark.parametrize("exact_sums", [None, True])
+@pytest.mark.parametrize("M", [500, 3000])
+def test_gradients_of_rows_match_float64(M: int, exact_sums: bool | None) -> None:
     generator = torch.Generator().manual_seed(0)
-    w, dy = torch.randn(3, 288, 352, generator=generator), torch.randn(500, 288)
-    offs = torch.tensor([0, 130, 130, 500])
+    w, dy = torch.randn(3, 288, 352, generator=generator), torch.randn(M, 288)
+    offs = torch.tensor([0, 130, 130, M])
     dual, rows = aiter_mx.quantize_dual_batched(w), aiter_mx.quantize(dy)
-    operands = (*rows, dual.columns, dual.column_scales, offs)
-    out = aiter_mx.grouped_gemm_dgrad(*(each.cuda() for each in operands)).cpu()
-    for g, part in ((0, slice(0, 130)), (2, slice(130, 500))):
+    operands = (each.cuda() for each in (*rows, dual.columns, dual.column_scales, offs))
+    out = aiter_mx.grouped_gemm_dgrad(*operands, exact_sums=exact_sums).cpu()
+    problem = GroupedGemmProblem(M, 352, 288, 3, index="i64")
+    errors = stated_errors("grouped_gemm", target_of(DEVICE, exact_sums), problem)
+    for g, part in ((0, slice(0, 130)), (2, slice(130, M))):
         of_group = (dual.columns[g], dual.column_scales[g])
-        assert_close_to_reference(out[part], rows[0][part], rows[1][part], *of_group)
+        assert_close_to_reference(out[part], rows[0][part], rows[1][part], *of_group, **errors)
 
 
 @pytest.mark.parametrize("lens", [(0, 33, 1, 200), (6000,)], ids=["groups", "pieces"])
@@ -66,9 +73,10 @@ def test_gradients_of_rows_match_float64() -> None:
     "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.sanitized), torch.float16], ids=str
 )
 def test_a_step_matches_the_fallbacks(
-    dtype: torch.dtype, format: str, lens: tuple[int, ...]
+    dtype: torch.dtype, format: str, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gradients of weights, of few tiles, are added up in pieces where a group is long."""
+    monkeypatch.setenv("AITER_MX_EXACT_SUMS", "1")  # as the fallbacks' are
     drawn = [torch.randn(sum(lens), size).to(dtype) for size in (64, 96)]
     w = (torch.randn(len(lens), 96, 64) / 8).to(dtype)
     main_grad, offs = torch.randn(w.shape), torch.tensor([0, *accumulate(lens)])

@@ -8,6 +8,7 @@ from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import LAYOUTS as LAYOUTS_G
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
 from aiter_mx.kernels.grouped_gemm.problem import KEY, GroupedGemmProblem, stand_ins
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED as RESCALED_SM90
 from aiter_mx.kernels.grouped_gemm.triton import DOT_SCALED
 from aiter_mx.kernels.spec import Composition, Config, KernelSpec, Parts, reference
 from aiter_mx.target import Target
@@ -29,6 +30,7 @@ def _reading(spec: KernelSpec, *layouts: str) -> KernelSpec:
 
 KERNELS = (
     _reading(PERSISTENT_GFX950, *LAYOUTS_GFX950),
+    _reading(RESCALED_SM90),
     _reading(PERSISTENT_SM90),
     _reading(DOT_SCALED),
     _reading(reference("grouped_gemm")),

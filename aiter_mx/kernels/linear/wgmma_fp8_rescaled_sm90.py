@@ -1,7 +1,8 @@
 """The Hopper linear over fp8 with a scale for 128 k, csrc/linear/wgmma_fp8_rescaled_sm90.cu.
 
 A launch ahead, csrc/linear/rescale_sm90.h, puts four blocks of 32 k under one scale where none of
-them loses by it what a result would show; other blocks keep theirs.
+them loses by it what a result would show; other blocks keep theirs. What it does so by, and what
+multiplies, rescaling_sm90.h and rescaled_product_sm90.h, grouped products have too.
 """
 
 from __future__ import annotations

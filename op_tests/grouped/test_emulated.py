@@ -1,0 +1,294 @@
+"""Hopper's grouped ``rescaled`` on an emulator, where there is no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem, rescaled_sm90
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED, across, ring_tiles
+from aiter_mx.paths import csrc_dir
+from op_tests.conformance import DTYPES
+from op_tests.emulated_sm90.build import unsupported
+from op_tests.emulated_sm90.launch import TARGET, EmulatedError, Schedule, launch
+from op_tests.grouped.cases import Case, Groups, Operands, assert_groups, ending_at, one_group
+from op_tests.grouped.rescaled import with_room_for
+from op_tests.grouped.subjects import RESCALED_SM90
+from op_tests.launches import Out, same_bytes
+from op_tests.linear.test_emulated import FP32_ERROR
+from op_tests.linear.test_emulated import KINDS as KINDS_OF_LINEAR
+from op_tests.linear.test_rescaling import Draw, Operand
+from op_tests.mx_reference import random_mx, random_mx_groups
+from op_tests.planted import Mistake
+
+pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
+
+SIZES = (0, 1, 64, 65, 130, 0)
+Bounds = tuple[Tensor | None, Tensor] | None
+TILES = 100  # of w: a place for each
+
+
+def jagged(sizes: Sequence[int], more: int = 0, index: str = "i32") -> Groups:
+    """Groups one after the other, and rows of none."""
+    ends = [*accumulate(sizes)]
+    return ending_at(ends, ends[-1] + more, index=index)
+
+
+def masked(sizes: Sequence[int]) -> Groups:
+    """Groups with as much room each as the largest takes, and a row more."""
+    room = max(sizes) + 1
+    ranges = [(g * room, g * room + rows) for g, rows in enumerate(sizes)]
+    return Groups(ranges, "masked", "i32", room * len(sizes))
+
+
+def with_large_values(rows: int, K: int, generator: torch.Generator) -> Operand:
+    """None that is below 2, and NaN here and there."""
+    payload, scale = random_mx(rows, K, generator, scale_exponents=(-1, 1))
+    codes = payload.view(torch.uint8) & 0xFE | 0x40
+    codes[torch.rand(codes.shape, generator=generator) < 1e-4] = 0x7F
+    return codes.view(payload.dtype), scale
+
+
+def with_blocks_far_below(rows: int, K: int, generator: torch.Generator) -> Operand:
+    """A few blocks whose scales are too far below the others, by a little or by much."""
+    payload, scale = random_mx(rows, K, generator, scale_exponents=(0, 0))
+    below = torch.randint(8, 50, scale.shape, generator=generator, dtype=torch.uint8)
+    few = torch.rand(scale.shape, generator=generator) < 2e-3
+    scale[few] -= below[few]
+    return payload, scale
+
+
+def of_warps(rows: int, K: int, generator: torch.Generator) -> Operand:
+    """Rows whose scales are alike for 32 of them, as many as a warp has, and not for others."""
+    payload, scale = KINDS_OF_LINEAR["normal"](rows, K, generator)
+    more = torch.randint(0, 4, (-(-rows // 32), K // 32), generator=generator, dtype=torch.uint8)
+    return payload, scale + more.repeat_interleave(32, 0)[:rows]
+
+
+def of_least_values(exponent: int, rows: int, K: int, generator: torch.Generator) -> Operand:
+    """The least values of e4m3 under one scale."""
+    codes = torch.randint(1, 4, (rows, K), generator=generator, dtype=torch.uint8)
+    scale = torch.full((rows, K // 32), 127 + exponent, dtype=torch.uint8)
+    return codes.view(torch.float8_e4m3fn), scale
+
+
+KINDS: dict[str, Draw] = {
+    **KINDS_OF_LINEAR,
+    "large": with_large_values,
+    "far below": with_blocks_far_below,
+    "below": partial(random_mx, scale_exponents=(-49, -47)),
+    "far above": partial(random_mx, scale_exponents=(100, 126)),
+    "warps": of_warps,
+    "least, large": partial(of_least_values, 42),
+    "least, far": partial(of_least_values, 90),
+}
+SHUFFLED = Groups([(140, 205), (0, 127), (130, 130), (205, 206)], "ranges", "i64", 210)
+
+# What is multiplied and by how many CTAs, the kinds of a and of b, and the room for tiles of b. N
+# is of whole tiles of 128 rows of b and of others; K of whole steps of 128 k, and of others too.
+TRIALS: list[tuple[Case, tuple[str, str], int]] = [
+    (Case(one_group(1), 32, 32, bias="fp32"), ("near", "near"), TILES),
+    (Case(jagged(SIZES, 5), 160, 352, cu_num=2), ("near", "near"), TILES),
+    (Case(jagged(SIZES, index="i64"), 96, 288, bias="bf16"), ("wide", "wide"), 2),
+    (Case(jagged(SIZES), 288, 160, cu_num=3), ("nan", "nan"), 4),
+    (Case(jagged(SIZES, 1), 128, 640, cu_num=1), ("zeros", "zeros"), 1),
+    (Case(masked(SIZES), 160, 224, bias="fp32", cu_num=2), ("near", "nan"), 5),
+    (Case(masked((5, 0, 128)), 256, 256, None, "fp16", "fp16", 1), ("normal", "normal"), TILES),
+    (Case(masked((130, 65)), 416, 96, cu_num=5), ("zeros", "near"), 3),
+    (Case(SHUFFLED, 416, 128, None, "fp16", cu_num=2), ("normal", "rows"), 3),
+    (Case(jagged((64, 64, 192, 128)), 288, 384, cu_num=1), ("rows", "rows"), 5),
+    (Case(jagged((70, 1, 230)), 416, 96, bias="bf16", cu_num=2), ("near", "outliers"), 1),
+    (Case(jagged([0, 1, 2, 0, 0] * 60), 32, 32, cu_num=3), ("near", "wide"), 70),
+    (Case(jagged((0, 0, 0), 7), 96, 160), ("near", "near"), 2),
+    (Case(jagged((130, 3)), 160, 416, cu_num=2), ("wide", "near"), 2),
+    (Case(jagged((100,)), 160, 416, cu_num=1), ("wide", "normal"), TILES),
+    (Case(jagged((40, 7)), 288, 256, cu_num=2), ("normal", "large"), TILES),
+    (Case(jagged((33, 5)), 416, 640, cu_num=2), ("near", "far below"), TILES),
+    (Case(jagged((64, 10, 0, 130)), 416, 640, cu_num=1), ("near", "warps"), 5),
+    # Products under one of both scales, or of both scales, are out of fp32, and results are not.
+    (Case(jagged((20, 1)), 64, 160), ("below", "far above"), TILES),
+    (Case(jagged((20, 1)), 64, 32), ("least, large", "least, far"), TILES),
+    # More tiles of a than share one of b before the next.
+    (Case(jagged((1030, 3)), 992, 32, cu_num=2), ("near", "near"), 6),
+]
+
+
+def problem_of(case: Case) -> GroupedGemmProblem:
+    groups, sizes = case.groups, (case.N, case.K, len(case.groups.ranges))
+    layout = "masked" if groups.told == "masked" else "jagged"
+    dtypes = case.dtype or "bf16", case.bias
+    return GroupedGemmProblem(groups.M, *sizes, *dtypes, layout, groups.index)
+
+
+def test_cases_reach_groups_of_every_size_and_places_that_are_taken_again() -> None:
+    sizes = {end - start for case, *_ in TRIALS for start, end in case.groups.ranges}
+    turns = set()
+    for case, _, tiles in TRIALS:
+        with with_room_for(tiles):
+            problem = problem_of(case)
+            room = ring_tiles(problem, RESCALED.configure(TARGET, problem))
+            busy = sum(end > start for start, end in case.groups.ranges)
+            turns.add(-(-busy * across(problem) // room))
+    assert sizes >= {0, 1, 2, 64, 65, 128, 130, 230} and turns >= {0, 1, 2, 3, 12}
+
+
+def launched(
+    case: Case,
+    drawn: Operands,
+    bias: Tensor | None,
+    tiles: int,
+    seed: int,
+    bounds: Bounds = None,
+    csrc: Path | None = None,
+) -> Tensor:
+    """The result for bounds of any values, or those of the case's groups."""
+    problem = problem_of(case)
+    out = Out((problem.M, problem.N), DTYPES[problem.out_dtype])
+    tensors = [*drawn, bias, out, *(bounds or case.groups.bounds())]
+    schedule = Schedule(seed, 1 + seed % 3, seed % 2 == 0)
+    with with_room_for(tiles), pytest.MonkeyPatch.context() as patch:
+        if case.cu_num is not None:
+            patch.setattr(rescaled_sm90, "_MOST_CTAS", case.cu_num)
+        given = RESCALED, problem, RESCALED.configure(TARGET, problem)
+        (result,) = launch(*given, tensors, schedule, csrc=csrc)
+    return result
+
+
+def check(seed: int, csrc: Path | None = None) -> None:
+    """Launch a trial, and judge the result."""
+    case, kinds, tiles = TRIALS[seed]
+    generator = torch.Generator().manual_seed(seed)
+    groups, N, K, G = case.groups, case.N, case.K, len(case.groups.ranges)
+    a, a_scale = KINDS[kinds[0]](groups.M, K, generator)
+    b, b_scale = KINDS[kinds[1]](G * N, K, generator)
+    drawn = (a, a_scale, b.view(G, N, K), b_scale.view(G, N, K // 32))
+    bias = None
+    if case.bias != "none":
+        bias = torch.randn(G, N, generator=generator).to(DTYPES[case.bias])
+    out = launched(case, drawn, bias, tiles, seed, csrc=csrc)
+    errors = {"accumulation_error": FP32_ERROR, "rescaling_error": RESCALED_SM90.rescaling_error}
+    assert_groups(out, drawn, groups, bias, RESCALED_SM90.multiplied, **errors)
+
+
+@pytest.mark.parametrize("seed", range(len(TRIALS)))
+def test_any_groups_and_schedule_give_the_reference(seed: int) -> None:
+    check(seed)
+
+
+def test_what_other_groups_have_changes_no_bits() -> None:
+    case = Case(jagged((65, 0, 70, 130)), 160, 352, None, "fp16", cu_num=2)
+    drawn = random_mx_groups(case.groups.M, 4, case.N, case.K, 0, (-12, -9))
+    others = random_mx_groups(case.groups.M, 4, case.N, case.K, 1, (-30, 0))
+    expected = launched(case, drawn, None, TILES, 0)
+    for own, (start, end) in enumerate(case.groups.ranges):
+        kept = [slice(start, end)] * 2 + [slice(own, own + 1)] * 2
+        mixed = [other.clone() for other in others]
+        for to, of, rows in zip(mixed, drawn, kept, strict=True):
+            to.view(torch.uint8)[rows] = of.view(torch.uint8)[rows]
+        a, a_scale, b, b_scale = mixed
+        found = launched(case, (a, a_scale, b, b_scale), None, 3, own)
+        assert same_bytes(found[start:end], expected[start:end])
+
+
+def test_scales_of_zeros_change_no_bits() -> None:
+    case = Case(jagged((70,)), 416, 640, None, "fp16", cu_num=1)
+    a, a_scale, b, b_scale = random_mx_groups(70, 1, case.N, case.K, 0, (-11, -9))
+    empty = torch.rand(b_scale.shape, generator=torch.Generator().manual_seed(0)) < 0.05
+    b.view(torch.uint8).view(*b_scale.shape, 32)[empty] = 0x80
+    outs = []
+    for scale in (0, 122, 254):
+        b_scale[empty] = scale
+        outs.append(launched(case, (a, a_scale, b, b_scale), None, 2, scale))
+    assert all(same_bytes(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_of_any_value_harm_no_memory(seed: int) -> None:
+    """Groups that overlap have more tiles than there is room for."""
+    case = Case(Groups([(0, 300)] * 7, "ranges", "i32", 300), 96, 160)
+    some = torch.tensor([0, 1, 150, 300, 307, -5, -(1 << 31), (1 << 31) - 1], dtype=torch.int32)
+    drawn_at = torch.randint(len(some), (2, 7), generator=torch.Generator().manual_seed(seed))
+    starts, ends = some[drawn_at]
+    bounds = (starts, ends) if seed else None
+    launched(case, random_mx_groups(300, 7, 96, 160), None, 3, seed, bounds)
+
+
+RESCALER, PRODUCT = "grouped/rescaler_sm90.h", "grouped/rescaled_sm90.cu"
+LAST = len(TRIALS) - 1
+# What a GPU may not show, or never end with: text of a source that is there once, what stands in
+# its place, and a trial that finds it.
+UNTIMELY = {
+    "a tile told as ready before it is written": (
+        RESCALER,
+        """
+            tma_store_wait();
+            fence_async_global();
+            add_release(blocks.of.ready() + tile, 1);
+""",
+        """
+            add_release(blocks.of.ready() + tile, 1);
+            tma_store_wait();
+            fence_async_global();
+""",
+        6,
+    ),
+    "a block overwritten before it is stored": (
+        RESCALER,
+        "            tma_store_wait_read<0>();\n",
+        "",
+        1,
+    ),
+    "warps' scales left behind before all have read the last": (
+        RESCALER,
+        "named_barrier(kBarrier, kThreads); // all have read what was here",
+        "",
+        17,
+    ),
+    "an end that one storer alone is told of": (
+        RESCALER,
+        "for (int i = 0; i < RawBlocks::kStorers; ++i, ring.next())",
+        "for (int i = 0; i < RawBlocks::kStorers - 1; ++i, ring.next())",
+        0,
+    ),
+    "a tile told as read while its last step is": (
+        PRODUCT,
+        "if (step == steps - 1)",
+        "if (step == max(0, steps - 2))",
+        9,
+    ),
+    "no tile told as read while another is waited for": (
+        PRODUCT,
+        "tell_of_ended(ring); // whose place it may be that is waited for",
+        ";",
+        4,
+    ),
+    "a last panel as wide as others": (
+        PRODUCT,
+        "const int count_of_w = min(a.panel, across - first_of_w);",
+        "const int count_of_w = a.panel;",
+        LAST,
+    ),
+    "panels that the ring has no room for": (
+        PRODUCT,
+        "        panel,\n        out,",
+        "        panel + room,\n        out,",
+        LAST,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNTIMELY)
+def test_a_planted_mistake_is_found(what: str, tmp_path: Path) -> None:
+    source, right, wrong, seed = UNTIMELY[what]
+    csrc = tmp_path / "csrc"
+    shutil.copytree(csrc_dir(), csrc)
+    Mistake(what, source, right, wrong, __file__, RESCALED.name).plant(csrc)
+    with pytest.raises((EmulatedError, AssertionError)):
+        check(seed, csrc)
