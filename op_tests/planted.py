@@ -268,7 +268,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(GROUPED, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        *(GROUPED, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
             "last tile of x of a group left out where it is not whole",
             "(range.end - range.begin + kTileRows - 1) / kTileRows",
@@ -277,7 +277,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(RESCALED_GROUPS, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        *(RESCALED_GROUPS, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
             "rows of the next group in a tile",
             "return i < tile.rows ? tile.row + i : -1;",
@@ -434,7 +434,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(MOE, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        *(MOE, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
             "rows of absent experts left as they were",
             "const bool absent = routed >= 0 &&",
@@ -443,7 +443,7 @@ MISTAKES = [
         ),
     ),
     *_of(
-        *(ROUTED, "rescaled", "grouped/rescale_groups_sm90.cu"),
+        *(ROUTED, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
             "places of routed rows counted from the workgroup's",
             "absent ? -1 : static_cast<int>(place);",

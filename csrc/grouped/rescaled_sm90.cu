@@ -4,7 +4,7 @@
 //   y[m, n] = sum over steps of 128 k of (xq[m, :] * wq[g, n, :]) * xs[m] * ws[g, 128 rows of w] +
 //   bias[g, n]
 //
-// The launches ahead, rescale_groups_sm90.cu, list tiles of x and make its operand of blocks of
+// The launches ahead, rescale_groups_sm90.h, list tiles of x and make its operand of blocks of
 // 32 k. That of w is made here, a few tiles ahead of the products: rescaler_sm90.h.
 // rescaled_product_sm90.h multiplies both. With MX_ROUTED groups are experts' places, and with
 // MX_ACTIVATION results are activated, quantised, and go to their routed rows.
@@ -21,6 +21,7 @@
 #include "common/epilogue.h"
 #include "common/quantize.h"
 #include "common/target.h"
+#include "rescale_groups_sm90.h"
 #include "rescaled_groups_sm90.h"
 #include "rescaler_sm90.h"
 #include "sm90/convert.h"

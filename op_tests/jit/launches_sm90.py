@@ -113,6 +113,6 @@ def _rescaled_groups() -> dict[str, tuple[Module, Problem, Config]]:
     found = {}
     for what, kernel, problem in tried:
         config = kernel.configure(SM90, problem)
-        for module in kernel.modules[1:]:  # the two ahead are of one object
-            found[f"{module.sources['sm_90a']} to {what}"] = (module, problem, config)
+        module = kernel.modules[-1]  # those ahead are of the same object
+        found[f"{module.sources['sm_90a']} to {what}"] = (module, problem, config)
     return found

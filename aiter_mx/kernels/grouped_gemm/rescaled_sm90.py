@@ -1,6 +1,6 @@
 """The Hopper grouped GEMM over fp8 with a scale for 128 k.
 
-csrc/grouped/rescale_groups_sm90.cu is ahead of csrc/grouped/rescaled_sm90.cu. A launch lists tiles
+csrc/grouped/rescale_groups_sm90.h is ahead of csrc/grouped/rescaled_sm90.cu. A launch lists tiles
 of x, and another puts four blocks of 32 k of x under one scale where none of them loses by it what
 a result would show. The third does so to w, tile after tile, while it multiplies both.
 """
@@ -34,6 +34,7 @@ PARAMS = (Param("ring_mib", (16, 32, 64, 128), "of w that is rescaled ahead of t
 
 MAX_GROUPS = 4096
 LEAST_ROWS, LEAST_K = 512, 2048  # on an H200: of a group on average, for which w is rescaled
+_LONG_K, _LEAST_ROWS_OF_SHORT_K = 2560, 1024  # of rows that others need not gather
 ROWS = 128  # of a tile, of x and of w
 _STAGES, _RAW_BLOCKS = 5, 4  # what shared memory has room for
 _SHARED_BYTES = (2 * _STAGES + _RAW_BLOCKS) * ROWS * CHUNK
@@ -124,18 +125,19 @@ def _size_refusal(problem: GroupedGemmProblem) -> str | None:
     return None
 
 
-def pays(rows: float, K: int) -> str | None:
+def pays(rows: float, K: int, least: int = LEAST_ROWS) -> str | None:
     """Why rescaling does not, for so many rows of a group, or None."""
     if K < LEAST_K:
         return f"K={K} is below {LEAST_K}, and what tiles begin and end with takes too long"
-    if rows < LEAST_ROWS:
-        return f"{rows:.0f} rows of a group are fewer than the {LEAST_ROWS} that pay for rescaling"
+    if rows < least:
+        return f"{rows:.0f} rows of a group are fewer than the {least} that pay for rescaling"
     return None
 
 
 def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     """Why other kernels come first."""
-    return pays(problem.M / problem.G, problem.K)
+    least = LEAST_ROWS if problem.K >= _LONG_K else _LEAST_ROWS_OF_SHORT_K
+    return pays(problem.M / problem.G, problem.K, least)
 
 
 def configure(target: Target, problem: object) -> Config:
@@ -165,15 +167,8 @@ def sizes_of_tiles(problem: GroupedGemmProblem, config: Config) -> tuple[int, ..
     return most_tiles(problem), ring_tiles(problem, config), panel_tiles(problem, config)
 
 
-def list_defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
-    """Of the launches ahead of the product."""
-    return {"MX_THREADS": _LIST_THREADS}
-
-
-def product_defines(
-    target: Target, problem: GroupedGemmProblem, config: Config
-) -> Mapping[str, int]:
-    """Of the product."""
+def defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
+    """Of the code object that all launches share."""
     return {
         "MX_OUT": DTYPE_CODES[problem.out_dtype],
         "MX_STAGES": _STAGES,
@@ -217,15 +212,15 @@ def _weights(target: Target, problem: GroupedGemmProblem, config: Config) -> Ten
     return TensorMap(place_of(ARGS, "wq"), problem.G * problem.N, problem.K, ROWS, CHUNK)
 
 
-_AHEAD = {"sm_90a": "grouped/rescale_groups_sm90.cu"}
+_SOURCES = {"sm_90a": "grouped/rescaled_sm90.cu"}
 LAUNCHES = (
-    Module(_AHEAD, "aiter_mx_grouped_rescale_list", ARGS, list_defines, _list_geometry, _scalars),
-    Module(_AHEAD, "aiter_mx_grouped_rescale", ARGS, list_defines, _rescale_geometry, _scalars),
+    Module(_SOURCES, "aiter_mx_grouped_rescale_list", ARGS, defines, _list_geometry, _scalars),
+    Module(_SOURCES, "aiter_mx_grouped_rescale", ARGS, defines, _rescale_geometry, _scalars),
     Module(
-        {"sm_90a": "grouped/rescaled_sm90.cu"},
+        _SOURCES,
         "aiter_mx_grouped_rescaled",
         ARGS,
-        product_defines,
+        defines,
         _geometry,
         _scalars,
         (_operands, _weights),
@@ -238,7 +233,7 @@ RESCALED = declare(
     _PRODUCT.sources,
     symbol=_PRODUCT.symbol,
     args=ARGS,
-    defines=product_defines,
+    defines=defines,
     geometry=_PRODUCT.geometry,
     scalars=_PRODUCT.scalars,
     tensor_maps=_PRODUCT.tensor_maps,

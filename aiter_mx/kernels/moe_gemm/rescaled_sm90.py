@@ -44,17 +44,8 @@ def _refusal(target: Target, problem: MoeGemmProblem) -> str | None:
     return of_groups.refusal(target, inner_problem(problem))
 
 
-def _list_defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
-    """Of the launches ahead, which all activations share: they ask only where w's rows stand."""
-    found = {**of_groups.list_defines(target, inner_problem(problem), config), "MX_ROUTED": 1}
-    if problem.activation != "none":
-        found["MX_ACTIVATION"] = ACTIVATION_CODES["silu"]
-        found["MX_INTERLEAVED"] = int(problem.layout == "interleaved")
-    return found
-
-
-def _product_defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
-    found = {**of_groups.product_defines(target, inner_problem(problem), config), "MX_ROUTED": 1}
+def _defines(target: Target, problem: MoeGemmProblem, config: Config) -> Mapping[str, int]:
+    found = {**of_groups.defines(target, inner_problem(problem), config), "MX_ROUTED": 1}
     if problem.activation != "none":
         found["MX_ACTIVATION"] = ACTIVATION_CODES[problem.activation]
         found["MX_INTERLEAVED"] = int(problem.layout == "interleaved")
@@ -104,9 +95,9 @@ RESCALED = replace(
     configure=of_groups.configure,
     candidates=lambda target, problem: of_groups.candidates(target, inner_problem(problem)),
     modules=(
-        _routed(_LISTED, defines=_list_defines),
-        _routed(_RESCALE, defines=_list_defines),
-        _routed(_PRODUCT, defines=_product_defines, tensor_maps=(_operands, _weights)),
+        _routed(_LISTED, defines=_defines),
+        _routed(_RESCALE, defines=_defines),
+        _routed(_PRODUCT, defines=_defines, tensor_maps=(_operands, _weights)),
     ),
     workspace_bytes=lambda target, problem, config: of_groups.workspace_bytes(
         target, inner_problem(problem), config

@@ -1,12 +1,14 @@
 // Ahead of rescaled_sm90.cu: a workgroup lists the tiles of x, and the groups that have rows; then
 // x is put under one scale for 128 k where it can be, as rescaling_sm90.h does it.
 
+#pragma once
+
 #include "../linear/rescaling_sm90.h"
 #include "rescaled_groups_sm90.h"
 
-using namespace mx;
+namespace mx {
 
-constexpr int kThreads = MX_THREADS, kWarps = kThreads / kLanes;
+constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
 
 #if MX_ROUTED
 #define MX_GROUPS MX_RESCALED_ROUTED_PARAMETERS
@@ -16,7 +18,7 @@ constexpr int kThreads = MX_THREADS, kWarps = kThreads / kLanes;
 
 // Sums of all threads up to each and with it, and of all.
 MX_DEVICE int sum_of_threads_through(int own, int& all) {
-    __shared__ int totals[kWarps];
+    __shared__ int totals[kListWarps];
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     int sum = own;
 #pragma unroll
@@ -30,7 +32,7 @@ MX_DEVICE int sum_of_threads_through(int own, int& all) {
     __syncthreads();
     all = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < kListWarps; ++w) {
         sum += w < warp ? totals[w] : 0;
         all += totals[w];
     }
@@ -43,10 +45,10 @@ MX_DEVICE int sum_of_threads_through(int own, int& all) {
 MX_DEVICE void find_ranges(const Routing& routing, const GroupWorkspace& to) {
     const int* const ids = routing.expert_ids;
     const int blocks = routing.blocks();
-    for (int e = threadIdx.x; e < to.groups; e += kThreads)
+    for (int e = threadIdx.x; e < to.groups; e += kListThreads)
         to.starts()[e] = to.ends()[e] = 0;
     __syncthreads();
-    for (int b = threadIdx.x; b < blocks; b += kThreads) {
+    for (int b = threadIdx.x; b < blocks; b += kListThreads) {
         if (routing.is_absent(b, to.groups))
             continue;
         if (b == 0 || ids[b - 1] != ids[b])
@@ -62,7 +64,7 @@ MX_DEVICE void find_ranges(const Routing& routing, const GroupWorkspace& to) {
 // that have any.
 MX_DEVICE void list_tiles(const RowGroups& groups, const GroupWorkspace& to) {
     int before = 0, busy_before = 0;
-    for (int base = 0; base < to.groups; base += kThreads) {
+    for (int base = 0; base < to.groups; base += kListThreads) {
         const int own = base + threadIdx.x;
         int tiles = 0;
         if (own < to.groups) {
@@ -85,7 +87,7 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const GroupWorkspace& to) {
         to.busy()[0] = busy_before;
     __syncthreads();
     const int tiles = to.tile_ends()[to.groups - 1];
-    for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
+    for (int tile = threadIdx.x; tile < tiles; tile += kListThreads) {
         int group = 0; // the first that ends behind it
         for (int left = to.groups; left > 0;) {
             const int half = left / 2;
@@ -101,7 +103,8 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const GroupWorkspace& to) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) aiter_mx_grouped_rescale_list(MX_GROUPS) {
+extern "C" __global__ void __launch_bounds__(kListThreads, 1)
+    aiter_mx_grouped_rescale_list(MX_GROUPS) {
     launch_dependents();
     wait_for_grid_ahead();
     const GroupWorkspace to{workspace, M, N, K, static_cast<int>(G), most_tiles, room};
@@ -171,3 +174,5 @@ extern "C" __global__ void __launch_bounds__(rescaling::kThreads)
 #endif
     rescaling::rescale<kNone, false>(to, xq, xs, source, to_row, step);
 }
+
+} // namespace mx
