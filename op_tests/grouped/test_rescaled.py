@@ -218,3 +218,9 @@ def test_cases_reach_rings_whose_places_several_tiles_take() -> None:
     assert sizes >= {0, 1, 63, 64, 65, 127, 128, 129, 1000}
     assert {of.told for of in groups} >= {"ends", "offsets", "ranges", "masked"}
     assert {len(of.ranges) for of in groups} >= {1, 64, 600}
+
+
+def test_scales_of_w_are_copied_where_they_begin_within_a_word() -> None:
+    """As the kernel loads four of them at once."""
+    for module in RESCALED.modules:
+        assert {arg.name: arg.align for arg in module.pointers if arg.align > 1} == {"ws": 4}

@@ -8,6 +8,7 @@ a result would show. The third does so to w, tile after tile, while it multiplie
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS as POINTERS_AND_SIZES
@@ -154,8 +155,13 @@ def candidates(target: Target, problem: GroupedGemmProblem) -> list[Config]:
 
 SIZES_OF_TILES = numbers("i32", "most_tiles", "room", "panel")
 _POINTERS = sum(arg.kind == "pointer" for arg in POINTERS_AND_SIZES)
+# Where K is a multiple of 128, four scales of a row are loaded at once.
+SCALE_ALIGNMENT = 4
 ARGS = (
-    *POINTERS_AND_SIZES[:_POINTERS],
+    *(
+        replace(arg, align=SCALE_ALIGNMENT) if arg.name == "ws" else arg
+        for arg in POINTERS_AND_SIZES[:_POINTERS]
+    ),
     Arg("workspace", "pointer", "rw"),
     *POINTERS_AND_SIZES[_POINTERS:],
     *SIZES_OF_TILES,

@@ -20,7 +20,11 @@ from aiter_mx.kernels.spec import Arg, Config, Module, TensorMap, numbers, place
 from aiter_mx.target import Target
 
 _ROUTED_ARGS = (
-    *(arg for arg in ARGS if arg.kind == "pointer"),
+    *(
+        replace(arg, align=of_groups.SCALE_ALIGNMENT) if arg.name == "ws" else arg
+        for arg in ARGS
+        if arg.kind == "pointer"
+    ),
     Arg("workspace", "pointer", "rw"),
     *numbers("i64", "M", "N", "K", "G"),
     *numbers("i32", "num_valid_tokens", "a_div", "packed_top_k", "max_blocks", "block_m"),
