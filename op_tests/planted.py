@@ -398,8 +398,8 @@ MISTAKES = [
         *(RESCALED_GROUPS, "rescaled", "grouped/rescaled_sm90.cu"),
         (
             "scales of tiles of w as if each had a place of its own",
-            "tile.of_w % a.of.room * static_cast<long>(kTile);",
-            "tile.of_w * static_cast<long>(kTile);",
+            "tile.of_w % of.room * static_cast<long>(kTile), 0",
+            "tile.of_w * static_cast<long>(kTile), 0",
             ANY_ROOM,
         ),
         (

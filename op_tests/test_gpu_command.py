@@ -139,7 +139,7 @@ def test_every_gpu_runs_a_part_of_the_tests(gpus: list[str], tmp_path, monkeypat
 def test_a_rehearsal_asks_for_what_tests_launch(rehearsed) -> None:
     tests, sources = rehearsed
     asked = {source for source, arch in sources if arch == "sm_90a"}
-    assert {"grouped/list_sm90.cu", "grouped/persistent_sm90.cu"} <= asked
+    assert "grouped/persistent_sm90.cu" in asked
     for kernel in ("gemv", "wgmma_fp8", "wgmma_f16"):
         assert any(f"[{kernel}-gpu" in test for test in tests)
         assert f"linear/{kernel}_sm90.cu" in asked

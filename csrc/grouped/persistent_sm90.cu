@@ -32,6 +32,7 @@
 #include "common/quantize.h"
 #include "common/scale.h"
 #include "common/target.h"
+#include "list_sm90.h"
 #include "sm90/convert.h"
 #include "sm90/expand.h"
 #include "sm90/memory.h"

@@ -102,13 +102,13 @@ def test_exact_sums_of_groups_pass_over_a_row_of_rescaled_ones(
     shape = {"M": 8192, "N": 4096, "K": 7168, "G": 4}
     row: dict[str, object] = {"gfx": "sm_90a", "cu_num": hardware("sm_90a").cu_num, **shape}
     row |= {"op": "grouped_gemm", "out_dtype": "bf16", "backend": "hip", "kernel": "rescaled"}
-    row |= {"config": format_config({"slice_mib": 32}), "source": "measured"}
+    row |= {"config": format_config({"ring_mib": 32}), "source": "measured"}
     monkeypatch.setenv("AITER_MX_CONFIG", str(write_table(tmp_path / "mine.csv", row)))
 
     def chosen(exact_sums: bool | None) -> aiter_mx.Route:
         return aiter_mx.explain("grouped_gemm", arch="sm_90a", exact_sums=exact_sums, **shape)
 
-    assert (chosen(None).kernel, chosen(None).config) == ("rescaled", {"slice_mib": 32})
+    assert (chosen(None).kernel, chosen(None).config) == ("rescaled", {"ring_mib": 32})
     exact = chosen(True)
     assert exact.kernel == "persistent"
     assert "adds with about 14 bits" in exact.reason

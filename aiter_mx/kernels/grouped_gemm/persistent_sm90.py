@@ -1,4 +1,4 @@
-"""The Hopper grouped GEMM: csrc/grouped/list_sm90.cu, then csrc/grouped/persistent_sm90.cu."""
+"""The Hopper grouped GEMM: csrc/grouped/list_sm90.h, then csrc/grouped/persistent_sm90.cu."""
 
 from __future__ import annotations
 
@@ -134,10 +134,6 @@ _ARGS = (
 )
 
 
-def _list_defines(target: Target, problem: GroupedGemmProblem, config: Config) -> Mapping[str, int]:
-    return {"MX_THREADS": _LIST_THREADS} | unpad_defines(problem)
-
-
 def _list_geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
     return Geometry(grid=(1, 1, 1), block=(_LIST_THREADS, 1, 1), overlaps=True)
 
@@ -176,11 +172,12 @@ def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Ge
     )
 
 
+_SOURCES = {"sm_90a": "grouped/persistent_sm90.cu"}
 LIST = Module(
-    sources={"sm_90a": "grouped/list_sm90.cu"},
+    sources=_SOURCES,  # of the product's code object
     symbol="aiter_mx_grouped_gemm_list",
     args=_ARGS,
-    defines=_list_defines,
+    defines=defines,
     geometry=_list_geometry,
     scalars=_scalars,
 )
@@ -188,7 +185,7 @@ LIST = Module(
 PERSISTENT = declare(
     "grouped_gemm",
     "persistent",
-    {"sm_90a": "grouped/persistent_sm90.cu"},
+    _SOURCES,
     args=_ARGS,
     defines=defines,
     geometry=_geometry,

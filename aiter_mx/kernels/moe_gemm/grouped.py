@@ -232,13 +232,7 @@ def _routed(module: Module, **more: Any) -> Module:
 
 
 _ROUTED = (
-    _routed(
-        _LIST,
-        defines=lambda target, problem, config: {
-            **_LIST.defines(target, grouped_problem(problem), config),
-            "MX_ROUTED": 1,
-        },
-    ),
+    _routed(_LIST, defines=_routed_defines),
     _routed(_PRODUCT, defines=_routed_defines, tensor_maps=(_routed_map(0), _routed_map(1))),
 )
 

@@ -2,11 +2,13 @@
 // tiles_sm90.h draws the workspace. One workgroup, so that it takes a few microseconds. It gets
 // the arguments of the product, and names those that it needs.
 
+#pragma once
+
 #include "tiles_sm90.h"
 
-using namespace mx;
+namespace mx::listing {
 
-constexpr int kThreads = MX_THREADS;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kMostMore = 16; // tiles that come of cutting, for which the host leaves room
 constexpr float kMore = 2.4f; // slabs' time that a tile takes beyond that of its own
@@ -235,3 +237,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                clusters);
 }
 #endif
+
+} // namespace mx::listing
