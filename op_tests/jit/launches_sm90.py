@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
@@ -98,7 +98,7 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
 
 
 def _rescaled_groups() -> dict[str, tuple[Module, Problem, Config]]:
-    """The grouped GEMM over rescaled operands to fp16, and over routed rows in all its forms."""
+    """The grouped GEMM over rescaled operands to fp16, and of routed rows with each activation."""
     groups, routed = (PROBLEMS[op][0] for op in ("grouped_gemm", "moe_gemm"))
     sorted_out = replace(routed, out_dtype="bf16", activation="none", sorted_out=True)
     tried = [("fp16", RESCALED, replace(groups, out_dtype="fp16"))]
@@ -108,7 +108,7 @@ def _rescaled_groups() -> dict[str, tuple[Module, Problem, Config]]:
     ]
     tried += [
         (f"{kind} of {layout}", RESCALED_ROUTED, replace(routed, activation=kind, layout=layout))
-        for kind, layout in product([*ACTIVATION_CODES][1:], LAYOUTS)
+        for kind, layout in zip([*ACTIVATION_CODES][1:], cycle(LAYOUTS), strict=False)
     ]
     found = {}
     for what, kernel, problem in tried:
