@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import (
     PARAMS,
@@ -224,3 +225,20 @@ def test_scales_of_w_are_copied_where_they_begin_within_a_word() -> None:
     """As the kernel loads four of them at once."""
     for module in RESCALED.modules:
         assert {arg.name: arg.align for arg in module.pointers if arg.align > 1} == {"ws": 4}
+
+
+@pytest.mark.parametrize(
+    ("rows", "N", "K", "kernel"),
+    [
+        (512, 4096, 4096, "rescaled"),
+        (511, 4096, 4096, "persistent"),
+        (1024, 4096, 2048, "rescaled"),
+        (1023, 4096, 2048, "persistent"),
+        (4096, 4096, 2016, "persistent"),
+        (4096, 1504, 4096, "persistent"),
+    ],
+)
+def test_without_a_table_it_has_many_rows_of_long_k(rows: int, N: int, K: int, kernel: str) -> None:
+    problem = GroupedGemmProblem(6 * rows, N, K, 6)
+    chosen = route("grouped_gemm", TARGET, problem)
+    assert (chosen.kernel, chosen.source) == (kernel, "envelope")

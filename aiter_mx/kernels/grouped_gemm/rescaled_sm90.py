@@ -34,8 +34,10 @@ from aiter_mx.target import Target
 PARAMS = (Param("ring_mib", (16, 32, 64, 128), "of w that is rescaled ahead of the products"),)
 
 MAX_GROUPS = 4096
-LEAST_ROWS, LEAST_K = 512, 2048  # on an H200: of a group on average, for which w is rescaled
-_LONG_K, _LEAST_ROWS_OF_SHORT_K = 2560, 1024  # of rows that others need not gather
+# From where on rescaling pays on an H200: rows of a group on average, and the least N and K that
+# were measured to gain.
+LEAST_ROWS, _LEAST_N, _LEAST_K = 512, 1536, 2048
+_LONG_K, _LEAST_ROWS_OF_SHORT_K = 2560, 1024  # of plain groups: routed rows gain from 512 on
 ROWS = 128  # of a tile, of x and of w
 _STAGES, _RAW_BLOCKS = 5, 4  # what shared memory has room for
 _SHARED_BYTES = (2 * _STAGES + _RAW_BLOCKS) * ROWS * CHUNK
@@ -126,10 +128,12 @@ def _size_refusal(problem: GroupedGemmProblem) -> str | None:
     return None
 
 
-def pays(rows: float, K: int, least: int = LEAST_ROWS) -> str | None:
-    """Why rescaling does not, for so many rows of a group, or None."""
-    if K < LEAST_K:
-        return f"K={K} is below {LEAST_K}, and what tiles begin and end with takes too long"
+def why_not(rows: float, N: int, K: int, least: int = LEAST_ROWS) -> str | None:
+    """Why rescaling does not pay for so many rows of a group, or None."""
+    if N < _LEAST_N:
+        return f"N={N} is below {_LEAST_N}, too few features for x to be rescaled first"
+    if K < _LEAST_K:
+        return f"K={K} is below {_LEAST_K}, and what tiles begin and end with takes too long"
     if rows < least:
         return f"{rows:.0f} rows of a group are fewer than the {least} that pay for rescaling"
     return None
@@ -138,7 +142,7 @@ def pays(rows: float, K: int, least: int = LEAST_ROWS) -> str | None:
 def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     """Why other kernels come first."""
     least = LEAST_ROWS if problem.K >= _LONG_K else _LEAST_ROWS_OF_SHORT_K
-    return pays(problem.M / problem.G, problem.K, least)
+    return why_not(problem.M / problem.G, problem.N, problem.K, least)
 
 
 def configure(target: Target, problem: object) -> Config:
@@ -199,8 +203,7 @@ def _rescale_geometry(target: Target, problem: GroupedGemmProblem, config: Confi
 
 
 def _geometry(target: Target, problem: GroupedGemmProblem, config: Config) -> Geometry:
-    # A row of x is of one group. All CTAs have to be there at once, as they wait for each other.
-    tiles = most_tiles(problem) * across(problem)
+    tiles = most_tiles(problem) * across(problem)  # a row of x is of one group
     return Geometry(
         grid=(max(1, min(target.cu_num, _MOST_CTAS, tiles)), 1, 1),
         block=(_THREADS, 1, 1),

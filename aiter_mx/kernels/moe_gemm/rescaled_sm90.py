@@ -106,6 +106,6 @@ RESCALED = replace(
     workspace_bytes=lambda target, problem, config: of_groups.workspace_bytes(
         target, inner_problem(problem), config
     ),
-    yields=lambda target, problem: of_groups.pays(problem.rows_of_expert, problem.K),
+    yields=lambda target, problem: of_groups.why_not(problem.rows_of_expert, problem.N, problem.K),
     archs=("sm_90a",),
 )
