@@ -33,6 +33,9 @@ Columns: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """The same, and where padded groups begin, if there are groups."""
 GRAD_FORMATS = ("e4m3", "e5m2")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_AUTOCAST_KINDS = ("cpu", "cuda")
+"""Types of devices that our tensors may be on and that ``torch.autocast`` has. Dynamo of torch 2.11
+does not trace the question which ones it has."""
 
 
 @in_clear
@@ -138,7 +141,7 @@ def grouped_linear(
 def _as_autocast(x: Tensor) -> Tensor:
     """x in the dtype that ``torch.autocast`` asks for on its device, if it does."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in _AUTOCAST_KINDS or not torch.is_autocast_enabled(kind):
         return x
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype) if dtype in _FLOATS else x
