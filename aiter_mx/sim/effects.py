@@ -104,13 +104,22 @@ def row_name(row: int) -> str:
     return f"a{row - ACCUMULATORS}" if row >= ACCUMULATORS else f"v{row}"
 
 
+_MOST_TEXTS = 1 << 16
+_by_text: dict[str, Effect] = {}
+"""What instructions do follows from their texts, and kernels have most texts in common."""
+
+
 def effects_of(instructions: Sequence[Instruction]) -> list[Effect]:
     """What each instruction touches."""
-    by_text: dict[str, Effect] = {}
+    if len(_by_text) > _MOST_TEXTS:
+        _by_text.clear()
+    found = []
     for ins in instructions:
-        if ins.text not in by_text:
-            by_text[ins.text] = effect_of(ins)
-    return [by_text[ins.text] for ins in instructions]
+        effect = _by_text.get(ins.text)
+        if effect is None:
+            effect = _by_text[ins.text] = effect_of(ins)
+        found.append(effect)
+    return found
 
 
 def effect_of(ins: Instruction) -> Effect:

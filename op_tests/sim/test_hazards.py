@@ -246,7 +246,7 @@ def test_clang_leaves_just_as_many_after_each_matrix_product() -> None:
         assert code[at + 1].mnemonic == "s_nop" and not hazards(code), name
         (states,) = code[at + 1].operands
         fewer = replace(states, value=states.value - 1)
-        code[at + 1] = replace(code[at + 1], operands=(fewer,), text="shorter")
+        code[at + 1] = replace(code[at + 1], operands=(fewer,), text=f"s_nop {fewer.value}")
         (hazard,) = hazards(code).values()
         assert hazard.producer == at and hazard.needed - hazard.found == 1, name
 
