@@ -22,7 +22,14 @@ from aiter_mx.target import hardware
 from op_tests.conformance import DTYPES
 from op_tests.grouped.cases import Groups, Operands, launch_grouped, one_group
 from op_tests.grouped.counts import WAVES, difference
-from op_tests.grouped.subjects import LAYOUTS, SWEPT, config_of, swept_bias, zero_bias
+from op_tests.grouped.subjects import (
+    LAYOUTS,
+    SWEPT,
+    config_of,
+    swept_bias,
+    swept_in_runs,
+    zero_bias,
+)
 from op_tests.mx_reference import random_mx_groups
 
 GFX950 = hardware("gfx950")
@@ -49,10 +56,10 @@ def variants() -> list[tuple[GroupedGemmProblem, Config]]:
     swept = {(one[0], one[1]): one for one in SWEPT}
 
     def problem(tile: Config, scale_bytes: int, K: int, turn: int, k: int) -> GroupedGemmProblem:
-        dtype, bias = dtypes[turn % 3], ["none", *dtypes][turn % 4]
+        M, dtype, bias = 64, dtypes[turn % 3], ["none", *dtypes][turn % 4]
         if one := swept.get(((tile["tile_m"], tile["tile_n"]), scale_bytes)):
-            dtype, bias = one[2], swept_bias(one, k)
-        return GroupedGemmProblem(64, 64, K, 2, dtype, bias, "jagged", "i32", 0, *LAYOUTS[k])
+            M, dtype, bias = 65 - swept_in_runs(one), one[2], swept_bias(one, k)
+        return GroupedGemmProblem(M, 64, K, 2, dtype, bias, "jagged", "i32", 0, *LAYOUTS[k])
 
     return [
         (problem(tile, scale_bytes, K, i + j + k, k), tile)

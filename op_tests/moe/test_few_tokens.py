@@ -85,8 +85,10 @@ def test_each_half_is_float64s_in_any_order_of_waves(
 # Every number of rows, an odd and an even one with every split, as each triple compiles anew.
 @pytest.mark.parametrize(
     ("rows", "waves", "halves"),
-    [(1, 1, 2), (2, 3, 1), (3, 2, 2), (3, 1, 2), (3, 3, 1)]
-    + [(4, 1, 2), (4, 3, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2)],
+    [
+        *((1, 1, 2), (2, 3, 1), (3, 2, 2), (3, 1, 2), (3, 3, 1)),
+        *((4, 1, 2), (4, 3, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2)),
+    ],
 )
 def test_every_width_and_split_of_k(rows: int, waves: int, halves: int) -> None:
     """Features that a workgroup's do not divide, and steps that waves do not."""

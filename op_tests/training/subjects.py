@@ -57,19 +57,26 @@ class Subject(conformance.Subject):
 
 EDGES = (0, 0, 1, 15, 16, 17, 31, 33, 64, 97, 127, 128, 129, 200, 256, 259, 400)
 TILES = ((256, 256), (128, 256), (128, 128), (64, 128), (32, 256))
+WAYS = (("bf16", False), ("fp32", True))  # the result's dtype, and whether it is added to another
 
 
 def _any_of(draw: random.Random, sides: tuple[int, int], config: Config | None, at: int) -> Shape:
     lens = [draw.choice(EDGES) for _ in range(draw.randint(1, 5))]
     N, K = (32 * draw.choice([1, 2, 3, side // 32, side // 32 + 1]) for side in sides)
-    dtype, adds = (("bf16", False), ("fp32", True))[at % 2]
+    dtype, adds = WAYS[at % 2]
     cus, index = draw.choice([2, 3, 8, 256]), draw.choice([*INDICES])
     return Shape(N, K, lens, config, dtype, adds, cus, index, draw.choice([0, 128]))
 
 
 def _swept_by_tile(tile: tuple[int, int]) -> list[Shape]:
+    """Tiles are stored and added in turn, as either compiles anew; the largest in both ways, in
+    fp32, as with ``few``."""
     draw, config = random.Random(str(tile)), config_of(*tile, 4, 8)
-    return [_any_of(draw, tile, config, at) for at in range(3 if tile[1] == 256 else 6)]
+    shapes = [_any_of(draw, tile, config, at) for at in range(4)]
+    if tile == TILES[0]:
+        return [replace(shape, dtype="fp32") for shape in shapes]
+    dtype, adds = WAYS[TILES.index(tile) % 2]
+    return [replace(shape, dtype=dtype, adds=adds) for shape in shapes]
 
 
 def _swept_on_hopper() -> Iterator[Shape]:

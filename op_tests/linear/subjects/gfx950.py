@@ -18,24 +18,38 @@ _GEMV_SHAPES = [
 _gemv = named("rows", "waves", "unroll")
 
 
+def _gemv_variant(K: int) -> int:
+    """Which of the three ways of loading scales K has compiled on gfx950."""
+    blocks = K // 32
+    return 0 if blocks < 4 else 1 + (blocks % 4 == 0)
+
+
 def gemv_config(M: int) -> dict[str, int]:
     """Configurations that between them take every small value of every parameter."""
     rows = (1, 2, 3)[M % 3] if M > 14 else (4, 1, 2, 3)[M % 4]
     return _gemv(rows, (1, 2, 3, 4, 6)[M % 5], {1: 3, 2: 2, 3: 4, 4: 2, 5: 2}.get(M, 1))
 
 
+_GEMV_SWEPT = [
+    [Case(M, N, K, gemv_config(M), dtype="bf16") for N, K in _GEMV_SHAPES]
+    for M in range(1, GEMV_MAX_M + 1)
+]
+_GEMV_LONG = [
+    [Case(1, 25, 8224, config), Case(1, 5, 37920, config)]
+    for config in (_gemv(8, 12, 1), _gemv(6, 1, 2), _gemv(3, 8, 4))
+]
 GEMV = Subject(
     "gemv",
     ("sim", "gfx950", "sm_90a"),
-    [
+    [*_GEMV_SWEPT, *_GEMV_LONG],
+    # Every number of rows, those between the fewest and the most with one way of loading scales,
+    # in turn.
+    simulated=[
         *(
-            [Case(M, N, K, gemv_config(M), dtype="bf16") for N, K in _GEMV_SHAPES]
-            for M in range(1, GEMV_MAX_M + 1)
+            [c for c in of if c.M in (1, 2, 3, GEMV_MAX_M) or _gemv_variant(c.K) == c.M % 3]
+            for of in _GEMV_SWEPT
         ),
-        *(
-            [Case(1, 25, 8224, config), Case(1, 5, 37920, config)]
-            for config in (_gemv(8, 12, 1), _gemv(6, 1, 2), _gemv(3, 8, 4))
-        ),
+        *_GEMV_LONG,
     ],
     # The kernel holds the fewer of x's and w's rows, and scales by the rest.
     few=[

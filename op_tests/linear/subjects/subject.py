@@ -52,6 +52,8 @@ class Subject(conformance.Subject):
 
     Attributes:
         groups: cases of any shape and configuration; those of a group share what is compiled.
+        simulated: those of ``groups`` that the simulator takes, where some differ in nothing that
+            compiles or runs there; all of them where there are none.
         few: cases for properties that draw operands of many kinds.
         dtypes: the results that the kernel makes; the first shows most of its errors.
         least_rows, most_rows: M of the envelope, or of what its end is like.
@@ -74,6 +76,7 @@ class Subject(conformance.Subject):
     few: Sequence[Case]
     most_rows: int
     with_bias: Sequence[Case]
+    simulated: Sequence[Sequence[Case]] = ()
     least_rows: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     of_rows: Callable[[int], Config | None] = lambda M: None
