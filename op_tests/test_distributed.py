@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import aiter_mx
 from aiter_mx import distributed
+from op_tests.forked import start_ranks
 
 H, I, E, TOP_K = 96, 64, 8, 3
 TOKENS = (7, 0, 12, 3)  # of each rank
@@ -106,8 +106,8 @@ def results(rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
 def test_experts_on_many_ranks_agree_with_one(ranks: int, backend: str, tmp_path: Path) -> None:
     if backend == "nccl" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(work, (ranks, str(tmp_path), backend), nprocs=ranks, join=True)
+    start = mp.spawn if backend == "nccl" else start_ranks
+    start(work, (ranks, str(tmp_path), backend), ranks)
     row_bytes = H + H // 32 + 8 * TOP_K
     for rank in range(ranks):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

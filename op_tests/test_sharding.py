@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import (
     DTensor,
@@ -22,6 +21,7 @@ from torch.distributed.tensor import (
 
 import aiter_mx
 import aiter_mx.sharding
+from op_tests.forked import start_ranks
 from op_tests.mx_reference import random_mx
 
 RANKS, M, N, K, G = 2, 6, 10, 192, 3
@@ -115,7 +115,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_ops_take_tensors_that_are_divided_among_ranks(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    start_ranks(work, (str(tmp_path),), RANKS)
     plain = {call: run(operands()) for call, run in CALLS.items()}
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")

@@ -250,7 +250,7 @@ def run_all(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         run = Run(backend, ranks, shapes, tokens, rounds, folder)
-        mp.spawn(work, (run,), nprocs=ranks)
+        mp.spawn(work, (run,), ranks)
         rows: list[dict[str, Any]] = pd.read_csv(Path(folder) / "rows.csv").to_dict("records")
     return rows
 

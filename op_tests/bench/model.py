@@ -61,6 +61,7 @@ from op_tests.bench.decoder import (
     refusal,
 )
 
+PROCESSES = multiprocessing.get_context("spawn")
 KEYS = ["model", "layers", "phase", "batch", "tokens", "side"]
 """What tells a row from others of its commit."""
 
@@ -93,10 +94,9 @@ class Together:
     """
 
     def __init__(self, parties: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.barrier = context.Barrier(parties)
+        self.barrier = PROCESSES.Barrier(parties)
         self._turns = {
-            what: [context.Event() for _ in range(parties + 1)] for what in ("build", "measure")
+            what: [PROCESSES.Event() for _ in range(parties + 1)] for what in ("build", "measure")
         }
         for turns in self._turns.values():
             turns[0].set()
@@ -230,10 +230,9 @@ def run(
 
 def run_all(sides: Sequence[Side], table: Path, *options: Any) -> bool:
     """Measure sides at once, each in a process; whether all went well."""
-    context = multiprocessing.get_context("spawn")
     together = Together(len(sides))
     processes = [
-        context.Process(target=run, args=(side, table, together, *options)) for side in sides
+        PROCESSES.Process(target=run, args=(side, table, together, *options)) for side in sides
     ]
     for process in processes:
         process.start()

@@ -8,12 +8,16 @@ import pandas as pd
 import pytest
 
 from op_tests.bench import distributed as bench
+from op_tests.forked import start_ranks
 from tune import figures_uses
 
 SHAPE = bench.Shape(E=8, top_k=3, H=96, intermediate=64)
 
 
-def test_rows_have_the_bytes_of_both_formats_and_every_time() -> None:
+def test_rows_have_the_bytes_of_both_formats_and_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench.mp, "spawn", start_ranks)
     rows = bench.run_all("gloo", 2, [SHAPE], [5, 9], rounds=1)
     assert [row["M"] for row in rows] == [5, 9]
     names = [f"{prefix}{stage}_us" for prefix in bench.FORMATS for stage in bench.STAGES]

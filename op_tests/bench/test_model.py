@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 import aiter_mx
 from op_tests.bench import model as bench
 from op_tests.bench.decoder import Cell, Parts, Step, build, convert
+from op_tests.forked import FORKED
 from op_tests.threads import in_threads
 
 CPU = torch.device("cpu")
@@ -161,7 +162,10 @@ def test_a_side_that_is_not_covered_says_why(
 
 
 @pytest.mark.slow
-def test_sides_run_as_processes_whether_or_not_another_fails(tmp_path: Path) -> None:
+def test_sides_run_as_processes_whether_or_not_another_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "PROCESSES", FORKED)
     table, config = tmp_path / "model.csv", TINY["llama"]
     cells = [Cell("decode", 2, 8)]
     names = ("none such", "ours")

@@ -3,16 +3,15 @@ ranks: over stand-ins of vLLM, as each process would take a minute to import it.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import aiter_mx
+from op_tests.forked import start_ranks
 from op_tests.integrations.test_adapters import TOP_K, E, H, I, experts_output, mx, vllm_adapters
 
 CPU = torch.device("cpu")
@@ -59,5 +58,4 @@ def compare(rank: int, adapters: Any, has_map: bool, defers: bool) -> None:
 
 
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(work, (str(tmp_path),), nprocs=2)
+    start_ranks(work, (str(tmp_path),), 2)

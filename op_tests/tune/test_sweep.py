@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -11,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from aiter_mx.tuning.forked import aside
 from aiter_mx.tuning.journal import Journal, folder_of, merge, read_folder
 from aiter_mx.tuning.share import Alone, Shared
 from aiter_mx.tuning.table import read_rows
+from op_tests.forked import FORKED
 from op_tests.threads import in_threads
 from op_tests.tune import fakes
 from op_tests.tune.fakes import (
@@ -45,10 +46,8 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_table(tmp_path: 
     sweep(expected, FakeMeter())
     dice = random.Random(8)
     kills, ends, table = 0, 0, tmp_path / "0" / "linear.csv"
-    processes = get_context("forkserver")  # imports take far longer than what is to be killed
-    processes.set_forkserver_preload([fakes.__name__])
     while kills < 20:
-        process = processes.Process(target=fakes.tune_into, args=(table, 0.0015))
+        process = FORKED.Process(target=fakes.tune_into, args=(table, 0.0015))
         process.start()
         if kills % 4:  # the others while it starts
             wait_for_growth(process, folder_of(table))
@@ -268,17 +267,25 @@ def test_problems_that_need_the_same_kernels_go_to_one_worker(tmp_path: Path) ->
     assert sweeps.parts_of(plan, PROBLEMS, 3) == [names[0::3], names[1::3], names[2::3]]
 
 
+def tune_as(environment: dict[str, str], table: Path) -> None:
+    os.environ.update(environment)
+    fakes.tune_into(table, 0.0)
+
+
 def test_processes_share_the_work_through_torchs_store(tmp_path: Path) -> None:
     table = tmp_path / "linear.csv"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    script = [sys.executable, "-m", fakes.__name__, str(table)]
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        subprocess.Popen(script, env={**environment, "MASTER_PORT": port, "RANK": str(rank)})
+        FORKED.Process(target=tune_as, args=(environment | {"RANK": str(rank)}, table))
         for rank in range(2)
     ]
-    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=240)
+    assert [process.exitcode for process in processes] == [0, 0]
     assert len(read_rows(table, "linear")) == len(PROBLEMS)
     assert {path.name for path in tmp_path.iterdir()} == FILES
