@@ -115,7 +115,9 @@ def small_experts(where: str) -> tuple[Rows, int]:
 def test_bits_of_a_row_are_the_same_in_every_batch_of_hundreds(
     make: Callable[[str], tuple[Rows, int]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ROWS, where, HUNDREDS)
+    # A layer takes ten times as long as the others; every third number has every remainder of one
+    # that tiles divide.
+    monkeypatch.setitem(ROWS, where, HUNDREDS[:: 3 if make is small_experts else 1])
     assert_same_bits(*make(where), where)
 
 

@@ -66,8 +66,11 @@ def variants() -> list[tuple[GroupedGemmProblem, Config]]:
         for i, tile in enumerate(tiles)
         for j, (scale_bytes, K) in enumerate(ks)
         for k in range(len(LAYOUTS))
-        if (j, k) == (i % 3, i % 4)
-        or ((tile["tile_m"], tile["tile_n"]) == (256, 256) and (scale_bytes == 4 or k in (0, 3)))
+        if (
+            (scale_bytes == 4 or k in (0, 3))
+            if (tile["tile_m"], tile["tile_n"]) == (256, 256)
+            else (j, k) == (i % 3, i % 4)
+        )
     ]
 
 

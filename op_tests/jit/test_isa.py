@@ -58,13 +58,13 @@ def tabled(target: Target) -> dict[BuildRequest, None]:
 
 
 def heaviest(requests: Iterable[BuildRequest]) -> list[BuildRequest]:
-    """Of those that differ in steps of loads, parts of K and waves of a SIMD's share alone the one
-    of the most: the others have its registers, and as many to take them from."""
+    """Of those that differ in steps of loads, parts of K, a gemv's rows and waves of a SIMD's share
+    alone the one of the most: the others need no more registers, and have as many."""
     found: dict[tuple[object, ...], tuple[tuple[int, ...], BuildRequest]] = {}
     for request in requests:
         others = dict(request.defines)
         waves = others.pop("MX_WAVES", 0)
-        size = (*(others.pop(name, 0) for name in ("MX_UNROLL", "MX_SPLITS")), waves)
+        size = (*(others.pop(name, 0) for name in ("MX_ROWS", "MX_UNROLL", "MX_SPLITS")), waves)
         key = (request.source, -(-waves // SIMDS), *others.items())
         found[key] = max(found.get(key, (size, request)), (size, request), key=itemgetter(0))
     return [request for _, request in found.values()]

@@ -182,8 +182,10 @@ def compiled_text(target: Target, config: dict[str, int], *, whole_steps: bool) 
     return str(asm["amdgcn" if target.runtime == "hip" else "ptx"])
 
 
-@pytest.mark.parametrize("whole_steps", [True, False])
-@pytest.mark.parametrize("bucket", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("bucket", "whole_steps"),
+    [(16, True), (16, False), (32, False), (64, True), (128, True), (128, False)],
+)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 def test_each_bucket_compiles_to_matrix_instructions(
     monkeypatch, tmp_path, target, bucket, whole_steps

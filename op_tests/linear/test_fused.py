@@ -149,7 +149,7 @@ def test_the_result_is_that_of_quantising_first(
     if not kernel.is_for(target_of(device).arch):
         pytest.skip("the kernel is for another GPU")
     draw = random.Random(f"{kernel.name} {config}")
-    for seed in range(10):
+    for seed in range(6 if device.type == "cpu" else 10):  # every kind of x there is below
         monkeypatch.setenv("AITER_MX_SIM_SCHEDULE", draw.choice(SCHEDULES))
         monkeypatch.setenv("AITER_MX_SIM_SEED", str(seed))
         col_tiles = -(-Ms[1] * config.get("fold", 1) // 16)

@@ -78,6 +78,11 @@ def listing(case: AnyCase) -> tuple[Instruction, ...]:
 
 def mutants(case: AnyCase, kinds: Sequence[str]) -> list[Mutant]:
     """Every mutant of a case that the assembler accepts and that fits into the kernel."""
+    return [*_mutants(case, tuple(kinds))]
+
+
+@cache  # the assembler takes longer than all else, and reasons ask for the same kinds
+def _mutants(case: AnyCase, kinds: tuple[str, ...]) -> tuple[Mutant, ...]:
     drafts = [
         (kind, index, change, new)
         for kind in kinds
@@ -96,7 +101,7 @@ def mutants(case: AnyCase, kinds: Sequence[str]) -> list[Mutant]:
         words += nop * (len(ins.words) - len(words))
         if words != ins.words:
             found.append(Mutant(case.name, kind, index, change, ins.text, new, words))
-    return found
+    return tuple(found)
 
 
 def _highest_vgpr(text: str) -> int:
