@@ -72,9 +72,8 @@ class Subject(conformance.Subject):
 LAYOUTS = [*itertools.product(("row_major", "16x4"), repeat=2)]  # of a's and b's scales
 
 # (tile, blocks of 32 k a multiple of this, dtype, cases): between them every way of copying scales,
-# whole steps and others, and sums in either kind of register. Layouts of scales take turns, two
-# that differ for one tile and two that are the same for the next, each with one kind of bias for a
-# tile and with others for the next, as every pair compiles anew.
+# whole steps and others, and sums in either kind of register. Layouts of scales and kinds of bias
+# take turns, as every pair compiles anew.
 Swept = tuple[tuple[int, int], int, str, int]
 SWEPT: list[Swept] = [
     ((256, 256), 4, "bf16", 8),
@@ -88,9 +87,11 @@ SWEPT: list[Swept] = [
 ]
 
 
-def swept_layouts(swept: Swept) -> tuple[int, int]:
-    """Which layouts a tile is tried with: between them each operand's scales in either."""
-    return (1, 2) if SWEPT.index(swept) % 2 == 0 else (0, 3)
+def swept_layouts(swept: Swept) -> tuple[int, ...]:
+    """Which layouts a tile is tried with: the largest with all, of two kinds of K; others with one
+    in turn, which is ``few``'s where they have that too."""
+    at = SWEPT.index(swept)
+    return [(1, 2), (0, 3), (1,), (0,), (2,), (3,), (1,), (0,)][at]
 
 
 def swept_in_runs(swept: Swept) -> bool:
@@ -117,7 +118,8 @@ def _swept(swept: Swept) -> list[Case]:
         N = 32 * draw.choice([1, 2, 3, tile[1] // 32, tile[1] // 32 + 1])
         K = 32 * blocks * (draw.randint(2, 5) if blocks == 4 else 2 * draw.randint(0, 4) + 1)
         cu_num, config = draw.choice([1, 2, 3, 8, 256]), config_of(*tile, 4, 8)
-        layout = swept_layouts(swept)[seed % 2]
+        layouts = swept_layouts(swept)
+        layout = layouts[seed % len(layouts)]
         groups = draw_groups(draw, tile[0])
         while (groups.M * (K // 32) % 4 == 0) != swept_in_runs(swept):
             groups = draw_groups(draw, tile[0])

@@ -262,7 +262,10 @@ def test_no_product_is_missing_however_long_k_is(bench: Bench) -> None:
             # Too low for a larger scale, and high enough for one.
             for octave in (0, 4) if bench.subject.multiplied else (0,):
                 drawn = operands_that_all_count(case.M, case.N, case.K, case.M, octave)
-                out = bench.launch(case, drawn, dtype=case.dtype or "bf16")
+                # With a bias where the case has one, so that no kernel is compiled without.
+                zeros = torch.zeros(case.N, dtype=DTYPES.get(case.bias))
+                bias = None if case.bias == "none" else zeros
+                out = bench.launch(case, drawn, bias, case.dtype or "bf16")
                 assert_no_product_is_missing(out, drawn)
 
 
