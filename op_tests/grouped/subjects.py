@@ -38,7 +38,6 @@ class Subject(conformance.Subject):
     Attributes:
         groups: cases of any groups, shape and configuration; those of one share what is compiled.
         few: cases for properties that draw operands of many kinds, each of one group.
-        anew: cases for properties that have every case compiled anew; ``few`` where there are none.
         every_size: a group of every size.
         ordered: cases that take waves, and tiles, in orders of their own.
         biases: dtypes of bias to try with each result.
@@ -55,7 +54,6 @@ class Subject(conformance.Subject):
     groups: Sequence[Sequence[Case]]
     few: Sequence[Case]
     every_size: Case
-    anew: Sequence[Case] = ()
     ordered: Sequence[Case] = ()
     biases: Sequence[str] = ("none", *DTYPES)
     dtypes: Sequence[str] = tuple(DTYPES)
@@ -141,9 +139,6 @@ PERSISTENT_GFX950 = Subject(
     ("sim", "gfx950"),
     [_swept(swept) for swept in SWEPT],
     few=_FEW,
-    # The smallest tile whose sums are in registers that are named takes half as long to compile as
-    # the largest.
-    anew=[*_FEW[:2], _FEW[2]._replace(groups=one_group(133), config=config_of(128, 256, 4, 8))],
     every_size=Case(of_every_size(40), 64, 320, ONE_TILE, "fp32"),
     ordered=[
         Case(ending_at([129, 129, 180], 180, "offsets", "i64"), 288, 320, config, "fp32")

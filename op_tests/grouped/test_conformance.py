@@ -132,7 +132,7 @@ def test_scales_over_their_whole_range_are_exact(bench: Bench, spread_of: str) -
 @each([s for s in SUBJECTS if "e5m2" in s.a_formats], spread=("usual", *SPREADS))
 def test_rows_in_e5m2_match_float64(bench: Bench, spread: str) -> None:
     of_a, of_b = SPREADS.get(spread, ((-6, 6), (-6, 6)))
-    for seed, case in enumerate(bench.subject.anew or bench.subject.few):
+    for seed, case in enumerate(bench.subject.few):
         a, a_scale, *_ = bench.draw(case, seed, of_a, nan_payload=1e-5)
         *_, b, b_scale = bench.draw(case, seed + 100, of_b)
         a = in_e5m2(a, infinite=seed == 0 and spread == "usual")
@@ -234,7 +234,7 @@ def test_bounds_that_make_no_sense_touch_nothing_else(bench: Bench) -> None:
 def test_padded_groups_are_stored_without_their_padding(bench: Bench) -> None:
     lens, starts = (5, 0, 130, 33, 257), (128, 0, 384, 256, 640)
     ranges = [(start, start + rows) for start, rows in zip(starts, lens, strict=True)]
-    for at, few in enumerate(bench.subject.anew or bench.subject.few):
+    for at, few in enumerate(bench.subject.few):
         groups = Groups(ranges, "unpadded", ("i32", "i64")[at % 2], 1024)
         dtype, bias = (("bf16", "none"), ("fp32", bench.subject.biases[-1]))[at % 2]
         case = few._replace(groups=groups, dtype=dtype, bias=bias)

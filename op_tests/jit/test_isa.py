@@ -25,7 +25,6 @@ from aiter_mx.target import Target, hardware
 from op_tests.spills import assert_no_spills, kernels_without_spills
 
 GEMV = KERNELS[0]
-SIMDS = 4  # of a compute unit
 NAMES_ITS_SUMS = "grouped/persistent_gfx950.cu"
 MAY_HAVE_A_SIMD = ("linear/mfma_gfx950.cu", "moe/mfma_gfx950.cu")
 ACCUMULATOR_MOVES = {"v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"}
@@ -58,14 +57,13 @@ def tabled(target: Target) -> dict[BuildRequest, None]:
 
 
 def heaviest(requests: Iterable[BuildRequest]) -> list[BuildRequest]:
-    """Of those that differ in steps of loads, parts of K, a gemv's rows and waves of a SIMD's share
-    alone the one of the most: the others need no more registers, and have as many."""
+    """Of those that differ in steps of loads and parts of K alone the one of the most: the others
+    have its registers."""
     found: dict[tuple[object, ...], tuple[tuple[int, ...], BuildRequest]] = {}
     for request in requests:
         others = dict(request.defines)
-        waves = others.pop("MX_WAVES", 0)
-        size = (*(others.pop(name, 0) for name in ("MX_ROWS", "MX_UNROLL", "MX_SPLITS")), waves)
-        key = (request.source, -(-waves // SIMDS), *others.items())
+        size = tuple(others.pop(name, 0) for name in ("MX_UNROLL", "MX_SPLITS"))
+        key = (request.source, *others.items())
         found[key] = max(found.get(key, (size, request)), (size, request), key=itemgetter(0))
     return [request for _, request in found.values()]
 
