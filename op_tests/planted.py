@@ -86,6 +86,11 @@ LINEAR, RESCALING, RESCALED, MOE, ROUTED, GROUPED, RESCALED_GROUPS, PROMOTED = (
     "op_tests/grouped/test_rescaled_gpu.py",
     "op_tests/grouped/test_promoted.py",
 )
+_NOT_STORED = (
+    "last eight features not stored",
+    "if (8 * i < rows && column < columns)",
+    "if (8 * i < rows && column + 8 < columns)",
+)
 BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
 FAR, BIASES = "test_scales_over_their_whole_range", "test_outputs_and_biases"
 AHEAD, OF_GROUPS = "test_the_launch_ahead", "test_results_and_biases"
@@ -248,17 +253,13 @@ MISTAKES = [
             "test_extreme_scales",
         ),
     ),
+    *_of(*(LINEAR, "wgmma_fp8_rescaled", "linear/rescaled_results_sm90.h"), _NOT_STORED),
     *_of(
         *(LINEAR, "wgmma_fp8_rescaled", "linear/wgmma_fp8_rescaled_sm90.cu"),
         (
             "parts of both warpgroups counted together",
             "of.shared_tile(s) * kConsumers + index;",
             "of.shared_tile(s) * kConsumers;",
-        ),
-        (
-            "last eight features not stored",
-            "if (row + 8 * i < a.of.M && column < a.N)",
-            "if (row + 8 * i < a.of.M && column + 8 < a.N)",
         ),
         (
             "bias of another column",
@@ -372,6 +373,7 @@ MISTAKES = [
             "test_scales_of_zeros",
         ),
     ),
+    *_of(*(GROUPED, "rescaled", "linear/rescaled_results_sm90.h"), _NOT_STORED),
     *_of(
         *(GROUPED, "rescaled", "grouped/rescaled_sm90.cu"),
         ("bias of the first group for all", "tile.group * a.of.N + row)", "row)", OF_GROUPS),
@@ -380,11 +382,6 @@ MISTAKES = [
             "index * kGroupRows >= tile.rows.rows",
             "index * (kGroupRows + 1) >= tile.rows.rows",
             "test_a_group_of_every_size",
-        ),
-        (
-            "last eight features not stored",
-            "if (8 * i < rows && column < columns)",
-            "if (8 * i < rows && column + 8 < columns)",
         ),
         (
             "tiles of w read before they are there",

@@ -17,7 +17,7 @@
 // however many of them there are at a time.
 
 #define MX_WRITTEN_MEANWHILE 1
-#include "../linear/rescaled_product_sm90.h"
+#include "../linear/rescaled_results_sm90.h"
 #include "common/epilogue.h"
 #include "common/quantize.h"
 #include "common/target.h"
@@ -239,44 +239,13 @@ struct Consumer {
         return {low, high};
     }
 #else
-    // Stores a warp's rows, so many that there are: 16 bytes of a row at a time where these are
-    // whole.
+    // Stores a warp's rows, so many that there are.
     MX_MEMBER void store_rows(const Products::Sums& sums, const Tile& tile, long row,
                               int rows) const {
         const long first = tile.of_group * static_cast<long>(kTile);
         Out* const y = static_cast<Out*>(a.y) + (row + lane / 4) * a.of.N + first;
         const int left = rows - lane / 4, columns = min(a.of.N - first, static_cast<long>(kTile));
-        if (a.of.N % 8 == 0 && reinterpret_cast<unsigned long long>(a.y) % 16 == 0)
-            store_whole(sums, y, left, columns);
-        else
-            store_single(sums, y, left, columns);
-    }
-    MX_MEMBER void store_whole(const Products::Sums& sums, Out* y, int rows, int columns) const {
-#pragma unroll
-        for (int four = 0; four < kTile / 32; ++four) {
-            const int column = 32 * four + lane % 4 * 8;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32x4 words;
-#pragma unroll
-                for (int piece = 0; piece < 4; ++piece) {
-                    const int v = 4 * (4 * four + piece) + 2 * i;
-                    words.words[piece] =
-                        pack<Out>(sums[Products::place(v)], sums[Products::place(v + 1)]);
-                }
-                transpose_pairs(words, lane);
-                if (8 * i < rows && column < columns)
-                    store_vector(y + 8 * i * a.of.N + column, words);
-            }
-        }
-    }
-    MX_MEMBER void store_single(const Products::Sums& sums, Out* y, int rows, int columns) const {
-#pragma unroll
-        for (int v = 0; v < kValues; ++v) {
-            const int own = v / 2 % 2 * 8, column = v / 4 * 8 + lane % 4 * 2 + v % 2;
-            if (own < rows && column < columns)
-                store(y + own * a.of.N + column, sums[Products::place(v)]);
-        }
+        RescaledResults<Out>{y, a.of.N, left, columns, lane}.store(sums, are_whole(a.y, a.of.N));
     }
 #endif
 };

@@ -18,7 +18,7 @@
 
 #include "common/epilogue.h"
 #include "common/target.h"
-#include "rescaled_product_sm90.h"
+#include "rescaled_results_sm90.h"
 #include "shares_sm90.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
@@ -116,42 +116,15 @@ struct Consumer {
         return true;
     }
 
-    // Stores sums of 64 rows from `row`, and of columns from n: 16 bytes of a row at a time where
-    // these are whole.
+    // Stores sums of 64 rows from `row`, and of columns from n.
     MX_MEMBER void store_rows(float (&sums)[kValues], long row, long n) const {
         if (a.bias_kind != kNone)
             add_bias(sums, n);
-        if (a.features % 8 == 0 && reinterpret_cast<unsigned long long>(a.y) % 16 == 0)
-            store_whole(sums, row + warp * 16 + lane / 4, n);
-        else
-            store_single(sums, row + warp * 16 + lane / 4, n);
-    }
-    MX_MEMBER void store_whole(const float (&sums)[kValues], long row, long n) const {
-#pragma unroll
-        for (int four = 0; four < kTile / 32; ++four) {
-            const long column = n + 32 * four + lane % 4 * 8;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32x4 words;
-#pragma unroll
-                for (int piece = 0; piece < 4; ++piece) {
-                    const int v = 4 * (4 * four + piece) + 2 * i;
-                    words.words[piece] =
-                        pack<Out>(sums[Products::place(v)], sums[Products::place(v + 1)]);
-                }
-                transpose_pairs(words, lane);
-                if (row + 8 * i < a.of.M && column < a.N)
-                    store_vector(a.y + (row + 8 * i) * a.features + column, words);
-            }
-        }
-    }
-    MX_MEMBER void store_single(const float (&sums)[kValues], long row, long n) const {
-#pragma unroll
-        for (int v = 0; v < kValues; ++v) {
-            const long own = row + v / 2 % 2 * 8, column = n + v / 4 * 8 + lane % 4 * 2 + v % 2;
-            if (own < a.of.M && column < a.N)
-                store(a.y + own * a.features + column, sums[Products::place(v)]);
-        }
+        row += products.own_row();
+        const int rows = min(a.of.M - row, static_cast<long>(kGroupRows));
+        const int columns = min(a.N - n, static_cast<long>(kTile));
+        RescaledResults<Out>{a.y + row * a.features + n, a.features, rows, columns, lane}.store(
+            sums, are_whole(a.y, a.features));
     }
     MX_MEMBER void add_bias(float (&sums)[kValues], long n) const {
 #pragma unroll

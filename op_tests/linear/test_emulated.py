@@ -251,8 +251,8 @@ PLANTED = {  # in sources of the linear: text that is there once, and what stand
         "for (int cluster = first + ManyBefore; cluster < last; ++cluster)",
     ),
     "a row beyond the last written": (
-        "if (row + 8 * i < a.of.M && column < a.N)",
-        "if (row + 8 * i <= a.of.M && column < a.N)",
+        "if (8 * i < rows && column < columns)",
+        "if (8 * i <= rows && column < columns)",
     ),
     "a barrier that some lanes pass by": (
         "rows_apart = OfW && __syncthreads_or(rows_apart);",
