@@ -16,6 +16,7 @@ from aiter_mx.jit.build import BuildRequest
 from aiter_mx.kernels.registry import kernels_of
 from aiter_mx.paths import csrc_dir
 from op_tests import gpu, planted, sanitize
+from op_tests.mistakes import MISTAKES
 from op_tests.rehearsal import line_of
 from op_tests.shards import Shard
 
@@ -228,9 +229,9 @@ def test_tools_and_their_options_come_before_the_tests() -> None:
 
 def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
     """In the sources as they are: ``python -m op_tests.planted`` plants them where a GPU is."""
-    assert len(planted.MISTAKES) >= 20
-    assert len({mistake.name for mistake in planted.MISTAKES}) == len(planted.MISTAKES)
-    for mistake in planted.MISTAKES:
+    assert len(MISTAKES) >= 20
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+    for mistake in MISTAKES:
         copy = tmp_path / mistake.source
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(csrc_dir() / mistake.source, copy)
@@ -243,7 +244,7 @@ def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
 def test_a_mistake_that_was_found_in_the_same_sources_is_not_sought_again(
     tmp_path: Path, monkeypatch
 ) -> None:
-    one, *_ = planted.MISTAKES
+    one, *_ = MISTAKES
     runs: list[str] = []
     monkeypatch.setattr(planted, "BUILD", tmp_path)
     monkeypatch.setattr(planted, "tested", lambda *_: runs.append("test_c[0]") or runs[-1])
@@ -256,13 +257,13 @@ def test_a_mistake_that_was_found_in_the_same_sources_is_not_sought_again(
 
 
 def test_what_should_find_a_mistake_is_run_before_all_else(tmp_path: Path, monkeypatch) -> None:
-    one, *_ = planted.MISTAKES
+    one, *_ = MISTAKES
     runs: list[str] = []
     monkeypatch.setattr(planted, "BUILD", tmp_path)
     monkeypatch.setattr(planted, "tested", lambda *words: runs.append(words[3]) or "")
     assert planted.found_by(one) == ""
     assert runs == [f"{one.kernel}-gpu and {one.sought}", f"{one.kernel}-gpu"]
-    for mistake in planted.MISTAKES:
+    for mistake in MISTAKES:
         suite = (gpu.ROOT / mistake.suite).read_text()
         assert f"def {mistake.sought}" in suite, mistake.name
 
@@ -281,6 +282,6 @@ def test_tests_that_found_mistakes_are_run_over_the_sources_as_they_are() -> Non
     assert planted.ending(124, failed) == "ended with 124"
     for words in ("BuildError", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA out of memory."):
         assert planted.ending(1, failed + words) == "ended with 1"
-    one, other, third, *_ = planted.MISTAKES
+    one, other, third, *_ = MISTAKES
     found = {one: "test_c[0]", other: "test_c[0]", third: "ended with 124"}
     assert planted.controls(found) == [f"{one.suite}::test_c[0]"]

@@ -25,8 +25,8 @@ from op_tests.launches import Out, same_bytes
 from op_tests.linear.test_emulated import FP32_ERROR
 from op_tests.linear.test_emulated import KINDS as KINDS_OF_LINEAR
 from op_tests.linear.test_rescaling import Draw, Operand
+from op_tests.mistakes import Mistake
 from op_tests.mx_reference import random_mx, random_mx_groups
-from op_tests.planted import Mistake
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
 

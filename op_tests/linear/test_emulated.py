@@ -40,8 +40,8 @@ from op_tests.linear.test_rescaling import (
     with_outliers,
     with_zeros,
 )
+from op_tests.mistakes import MISTAKES
 from op_tests.mx_reference import assert_close_to_reference, random_mx
-from op_tests.planted import MISTAKES
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
 
