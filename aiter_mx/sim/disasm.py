@@ -6,9 +6,8 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 from aiter_mx.jit.toolchain import llvm_tool
@@ -82,7 +81,7 @@ class Instruction:
     mnemonic: str
     encoding: str
     operands: tuple[Operand, ...]
-    modifiers: Mapping[str, str] = field(default_factory=dict)
+    modifiers: dict[str, str] = field(default_factory=dict)
     text: str = ""
 
     @property
@@ -163,16 +162,6 @@ def parse_line(line: str) -> Instruction | None:
     if not match:
         return None
     mnemonic, rest, address, words = match.groups()
-    return Instruction(
-        int(address, 16), tuple(int(word, 16) for word in words.split()), *_parse(mnemonic, rest)
-    )
-
-
-@lru_cache(1 << 16)  # most texts are in many kernels
-def _parse(
-    mnemonic: str, rest: str
-) -> tuple[str, str, tuple[Operand, ...], Mapping[str, str], str]:
-    """What of an instruction its text tells: mnemonic, encoding, operands, modifiers, text."""
     text = f"{mnemonic} {rest}".strip()
     name, encoding = mnemonic, ""
     if split := re.fullmatch(r"(v_.*)_(e32|e64|dpp|sdwa)", mnemonic):
@@ -186,8 +175,15 @@ def _parse(
     # Operands without a comma before a first modifier: "v_nop", "buffer_wbl2 sc0".
     if len(operands) == 1 and _is_modifier(operands[0]):
         operands, modifiers = [], f"{operands[0]} {modifiers}"
-    parsed = tuple(parse_operand(part) for part in operands)
-    return name, encoding, parsed, _modifiers(modifiers, text), text
+    return Instruction(
+        int(address, 16),
+        tuple(int(word, 16) for word in words.split()),
+        name,
+        encoding,
+        tuple(parse_operand(part) for part in operands),
+        _modifiers(modifiers, text),
+        text,
+    )
 
 
 def _is_modifier(word: str) -> bool:

@@ -106,7 +106,8 @@ def row_name(row: int) -> str:
 
 _MOST_TEXTS = 1 << 16
 _by_text: dict[str, Effect] = {}
-"""What instructions do follows from their texts, and kernels have most texts in common."""
+"""What instructions do follows from their texts. Hazards and idle instructions are looked for
+in the same kernel one after the other, and kernels have many texts in common."""
 
 
 def effects_of(instructions: Sequence[Instruction]) -> list[Effect]:

@@ -93,8 +93,8 @@ def swept_layouts(swept: Swept) -> tuple[int, ...]:
 
 
 def swept_in_runs(swept: Swept) -> bool:
-    """Whether all rows of a's scales are whole dwords, which compiles anew, where K has them not
-    be: with the two smallest tiles and one of the larger."""
+    """Whether a's scales are whole dwords in all. Where those of a row are not, either compiles
+    anew, so that a tile is tried with one: three with whole dwords, two with others."""
     return swept in SWEPT[4:] or swept[1] == 4
 
 
@@ -127,18 +127,17 @@ def _swept(swept: Swept) -> list[Case]:
 
 
 ONE_TILE: Config = config_of(64, 128, 4, 8)
-# Two tiles for one workgroup: the second must not inherit what the first noted.
-_FEW = [
-    Case(one_group(37), 160, 320, ONE_TILE, "fp32", cu_num=1),
-    Case(one_group(69), 160, 576, ONE_TILE, "fp32", cu_num=1),
-    Case(one_group(261), 160, 576, config_of(256, 256, 4, 8), "fp32", swept_bias(SWEPT[1], 0)),
-    Case(one_group(167), 160, 288, config_of(160, 128, 4, 8), "fp16", swept_bias(SWEPT[3], 0)),
-]
 PERSISTENT_GFX950 = Subject(
     "persistent",
     ("sim", "gfx950"),
     [_swept(swept) for swept in SWEPT],
-    few=_FEW,
+    # Two tiles for one workgroup: the second must not inherit what the first noted.
+    few=[
+        Case(one_group(37), 160, 320, ONE_TILE, "fp32", cu_num=1),
+        Case(one_group(69), 160, 576, ONE_TILE, "fp32", cu_num=1),
+        Case(one_group(261), 160, 576, config_of(256, 256, 4, 8), "fp32", swept_bias(SWEPT[1], 0)),
+        Case(one_group(167), 160, 288, config_of(160, 128, 4, 8), "fp16", swept_bias(SWEPT[3], 0)),
+    ],
     every_size=Case(of_every_size(40), 64, 320, ONE_TILE, "fp32"),
     ordered=[
         Case(ending_at([129, 129, 180], 180, "offsets", "i64"), 288, 320, config, "fp32")
