@@ -42,7 +42,7 @@ def grouped_gemm(
 
     Groups may be empty and of any length: nothing is padded or copied, and where they begin and
     end is read on the device alone. Products are accumulated in fp32 and rounded once, but by
-    Hopper's ``rescaled``, which 16-bit results of groups of many rows in e4m3 may get. It adds 128
+    Hopper's ``rescaled`` kernels, which 16-bit results of groups in e4m3 may get. They add 128
     products by some 14 bits: within 2^-6 of the sum of their magnitudes, for random operands within
     2^-9; and an element may lose 2^-11 of the largest of its block. Results are bitwise the same on
     every run. The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into

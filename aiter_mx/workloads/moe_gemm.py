@@ -12,7 +12,6 @@ import torch
 
 from aiter_mx.codec import DTYPES, as_scale_bytes, dequantize_block_scaled
 from aiter_mx.kernels.fused_moe import FusedMoeProblem
-from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import LEAST_ROWS
 from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_up import MoeUpProblem
@@ -57,8 +56,7 @@ def _weights(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor]:
 
 
 def _drawn(rows: int, p: MoeGemmProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    is_rescaled = device.type == "cuda" and p.rows_of_expert >= LEAST_ROWS
-    return (normal_mx if is_rescaled else random_mx)(rows, p.K, device)
+    return (normal_mx if device.type == "cuda" else random_mx)(rows, p.K, device)
 
 
 def _results(p: MoeGemmProblem, device: torch.device) -> list[torch.Tensor | None]:

@@ -1,20 +1,15 @@
-// Ahead of rescaled_sm90.cu: a workgroup lists the tiles of x, and the groups that have rows; then
-// x is put under one scale for 128 k where it can be, as rescaling_sm90.h does it.
+// Ahead of rescaled_sm90.cu and in_place_sm90.cu, whose workspace is included before: a workgroup
+// lists the blocks of x, and the groups that have any; then x is put under one scale for 128 k
+// where it can be, as rescaling_sm90.h does it.
 
 #pragma once
 
 #include "../linear/rescaling_sm90.h"
-#include "rescaled_groups_sm90.h"
+#include "groups_sm90.h"
 
 namespace mx {
 
 constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
-
-#if MX_ROUTED
-#define MX_GROUPS MX_RESCALED_ROUTED_PARAMETERS
-#else
-#define MX_GROUPS MX_RESCALED_PARAMETERS
-#endif
 
 // Sums of all threads up to each and with it, and of all.
 MX_DEVICE int sum_of_threads_through(int own, int& all) {
@@ -42,7 +37,7 @@ MX_DEVICE int sum_of_threads_through(int own, int& all) {
 #if MX_ROUTED
 // The places of each expert, from where it changes from one block to the next; 0 and 0 where it has
 // no block.
-MX_DEVICE void find_ranges(const Routing& routing, const GroupWorkspace& to) {
+MX_DEVICE void find_ranges(const Routing& routing, const GroupLists& to) {
     const int* const ids = routing.expert_ids;
     const int blocks = routing.blocks();
     for (int e = threadIdx.x; e < to.groups; e += kListThreads)
@@ -60,23 +55,26 @@ MX_DEVICE void find_ranges(const Routing& routing, const GroupWorkspace& to) {
 }
 #endif
 
-// Lists tiles, no more than there is room for, which only groups that overlap have; and the groups
-// that have any.
-MX_DEVICE void list_tiles(const RowGroups& groups, const GroupWorkspace& to) {
-    int before = 0, busy_before = 0;
+// Lists blocks, no more than there is room for, which only groups that overlap have.
+MX_DEVICE void list_blocks(const RowGroups& groups, const GroupLists& to) {
+    int before = 0, pairs_before = 0, busy_before = 0;
     for (int base = 0; base < to.groups; base += kListThreads) {
         const int own = base + threadIdx.x;
-        int tiles = 0;
+        int blocks = 0;
         if (own < to.groups) {
             const RowRange range = groups.range(own);
-            tiles = static_cast<int>((range.end - range.begin + kTileRows - 1) / kTileRows);
+            blocks = static_cast<int>((range.end - range.begin + kTileRows - 1) / kTileRows);
         }
         int all;
-        const int end = before + sum_of_threads_through(tiles, all);
-        const int cut = min(end, to.most_tiles), begin = min(end - tiles, to.most_tiles);
-        if (own < to.groups)
-            to.tile_ends()[own] = cut;
+        const int end = before + sum_of_threads_through(blocks, all);
+        const int cut = min(end, to.most_blocks), begin = min(end - blocks, to.most_blocks);
         before += all;
+        const int pairs_end = pairs_before + sum_of_threads_through((cut - begin + 1) / 2, all);
+        pairs_before += all;
+        if (own < to.groups) {
+            to.block_ends()[own] = cut;
+            to.pair_ends()[own] = pairs_end;
+        }
         const bool is_busy = cut > begin;
         const int place = busy_before + sum_of_threads_through(is_busy, all);
         if (is_busy)
@@ -86,35 +84,29 @@ MX_DEVICE void list_tiles(const RowGroups& groups, const GroupWorkspace& to) {
     if (threadIdx.x == 0)
         to.busy()[0] = busy_before;
     __syncthreads();
-    const int tiles = to.tile_ends()[to.groups - 1];
-    for (int tile = threadIdx.x; tile < tiles; tile += kListThreads) {
-        int group = 0; // the first that ends behind it
-        for (int left = to.groups; left > 0;) {
-            const int half = left / 2;
-            const bool behind = to.tile_ends()[group + half] <= tile;
-            group += behind ? half + 1 : 0;
-            left = behind ? left - half - 1 : half;
-        }
+    const int* const ends = to.block_ends();
+    for (int block = threadIdx.x; block < ends[to.groups - 1]; block += kListThreads) {
+        const int group = to.group_of(ends, block);
         const RowRange range = groups.range(group);
-        const int skipped = tile - (group > 0 ? to.tile_ends()[group - 1] : 0);
+        const int skipped = block - to.before(ends, group);
         const long row = range.begin + static_cast<long>(skipped) * kTileRows;
         const long rows = min(range.end - row, static_cast<long>(kTileRows));
-        to.tiles()[tile] = {static_cast<int>(row), static_cast<int>(rows)};
+        to.blocks()[block] = {static_cast<int>(row), static_cast<int>(rows)};
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kListThreads, 1)
-    aiter_mx_grouped_rescale_list(MX_GROUPS) {
+    aiter_mx_grouped_rescale_list(MX_PARAMETERS) {
     launch_dependents();
     wait_for_grid_ahead();
-    const GroupWorkspace to{workspace, M, N, K, static_cast<int>(G), most_tiles, room};
+    const GroupLists to = GroupWorkspace MX_WORKSPACE.lists();
 #if MX_ROUTED
     const Routing routing{sorted_ids, expert_ids,   post_padded, more,   valid_tokens,
                           a_div,      packed_top_k, max_blocks,  block_m};
     find_ranges(routing, to);
-    list_tiles({to.starts(), to.ends(), M, G, 0, sizeof(int)}, to);
+    list_blocks({to.starts(), to.ends(), M, G, 0, sizeof(int)}, to);
 #else
-    list_tiles({starts, ends, M, G, layout, index_bytes}, to);
+    list_blocks({starts, ends, M, G, layout, index_bytes}, to);
 #endif
 }
 
@@ -144,9 +136,10 @@ MX_DEVICE void settle(const Routing& routing, long place, int experts, unsigned 
 #endif
 
 extern "C" __global__ void __launch_bounds__(rescaling::kThreads)
-    aiter_mx_grouped_rescale(MX_GROUPS) {
-    const GroupWorkspace of{workspace, M, N, K, static_cast<int>(G), most_tiles, room};
-    const RescaledOperands to = of.operands();
+    aiter_mx_grouped_rescale(MX_PARAMETERS) {
+    const GroupWorkspace of MX_WORKSPACE;
+    const auto to = of.operands();
+    const GroupLists lists = of.lists();
     const int block = blockIdx.x / to.steps(), step = blockIdx.x % to.steps();
     launch_dependents();
     wait_for_grid_ahead();
@@ -156,21 +149,21 @@ extern "C" __global__ void __launch_bounds__(rescaling::kThreads)
 #if MX_ROUTED
     const Routing routing{sorted_ids, expert_ids,   post_padded, more,   valid_tokens,
                           a_div,      packed_top_k, max_blocks,  block_m};
-    // There are as many threads as places, as each tile of x has a CTA at least.
+    // There are as many threads as places, as each block of x has a CTA at least.
     if (const long place = blockIdx.x * static_cast<long>(rescaling::kThreads); place < M)
         settle(routing, place + threadIdx.x, of.groups, static_cast<unsigned char*>(out),
                of.features());
 #endif
-    if (block >= of.tile_ends()[of.groups - 1])
+    if (block >= lists.block_ends()[of.groups - 1])
         return;
-    const TileOfX tile = of.tiles()[block];
+    const BlockOfX rows = lists.blocks()[block];
     const long to_row = static_cast<long>(block) * kTileRows;
 #if MX_ROUTED
     const auto source = [&](int i) -> long {
-        return i < tile.rows ? routing.source(routing.routed(tile.row + i)) : -1;
+        return i < rows.rows ? routing.source(routing.routed(rows.row + i)) : -1;
     };
 #else
-    const auto source = [&](int i) -> long { return i < tile.rows ? tile.row + i : -1; };
+    const auto source = [&](int i) -> long { return i < rows.rows ? rows.row + i : -1; };
 #endif
     rescaling::rescale<kNone, false>(to, xq, xs, source, to_row, step);
 }

@@ -17,14 +17,13 @@
 // however many of them there are at a time.
 
 #define MX_WRITTEN_MEANWHILE 1
-#include "../linear/rescaled_results_sm90.h"
-#include "common/epilogue.h"
-#include "common/quantize.h"
+#include "../linear/rescaled_product_sm90.h"
 #include "common/target.h"
-#include "rescale_groups_sm90.h"
+#include "group_results_sm90.h"
 #include "rescaled_groups_sm90.h"
 #include "rescaler_sm90.h"
-#include "sm90/convert.h"
+
+#include "rescale_groups_sm90.h" // over that workspace
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 
@@ -41,19 +40,13 @@ using Out = DType<MX_OUT>;
 struct Args {
     GroupWorkspace of;
     int panel; // tiles of w that all of its group's x share before the next ones
-    void* y;
-    const void* bias;
-    int bias_kind;
-#if MX_ROUTED
-    Routing routing;
-    ActivationArgs activation;
-#endif
+    GroupResults<Out> results;
 };
 
 // A tile of results: of x, and of w of a group; of_x is negative where there are no more.
 struct Tile {
     int of_x;
-    TileOfX rows;
+    BlockOfX rows;
     int group, of_group;
     int of_w; // which of all groups' that have rows
 };
@@ -85,7 +78,7 @@ struct Walk {
         const int height = min(kSwath, count_of_x - super), place = inside - super * count_of_w;
         const int of_group = first_of_w + place / height;
         const int of_x = first_of_x + super + place % height;
-        return {of_x, a.of.tiles()[of_x], group, of_group, busy * across + of_group};
+        return {of_x, a.of.lists().blocks()[of_x], group, of_group, busy * across + of_group};
     }
 };
 
@@ -127,15 +120,10 @@ struct Consumer {
             Products::Sums sums;
             products.sum(sums, [&] { return place(); }, ring);
             tile = own().again();
-            if (a.bias_kind != kNone)
-                add_bias(sums, tile);
             // The first of this warp's rows, and how many of these 16 there are.
             const int first = index * kGroupRows + warp * 16, left = tile.rows.rows - first;
-#if MX_ACTIVATION
-            activate_rows(sums, tile, tile.rows.row + static_cast<long>(first), left);
-#else
-            store_rows(sums, tile, tile.rows.row + static_cast<long>(first), left);
-#endif
+            a.results.store(sums, tile.group, tile.of_group,
+                            tile.rows.row + static_cast<long>(first), left, lane);
         }
     }
 
@@ -154,100 +142,6 @@ struct Consumer {
                 operands.first_w() + tile.of_w % of.room * static_cast<long>(kTile), 0,
                 operands.steps()};
     }
-    MX_MEMBER void add_bias(Products::Sums& sums, const Tile& tile) const {
-#pragma unroll
-        for (int piece = 0; piece < kTile / 8; ++piece)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const long row = a.of.w_row(tile.of_group, 8 * piece + lane % 4 * 2 + i);
-                const float bias =
-                    row < 0 ? 0 : load_bias(a.bias, a.bias_kind, tile.group * a.of.N + row);
-                sums[Products::place(4 * piece + i)] += bias;
-                sums[Products::place(4 * piece + 2 + i)] += bias;
-            }
-    }
-
-#if MX_ACTIVATION
-    // A lane has values of two rows: of each its own of 64 features. Where gate and up alternate
-    // these are the (lane % 4)-th of each four, else two of each eight.
-    static constexpr int kBlock = 32, kOwn = kTileFeatures / 4, kOfBlock = kBlock / 4;
-
-    MX_MEMBER void activate_rows(const Products::Sums& sums, const Tile& tile, long place,
-                                 int rows) const {
-        const long features = a.of.features();
-        const long first = tile.of_group * static_cast<long>(kTileFeatures);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = lane / 4 + 8 * i;
-            const int routed = row < rows ? a.routing.routed(place + row) : -1;
-            float values[kOwn];
-#pragma unroll
-            for (int j = 0; j < kOwn; ++j) {
-                const int gate = kInterleaved ? 4 * j + 2 * i : j / 2 * 4 + 2 * i + j % 2;
-                const int up = kInterleaved ? gate + 1 : gate + kValues / 2;
-                values[j] = activate<kActivation>(sums[Products::place(gate)],
-                                                  sums[Products::place(up)], a.activation);
-            }
-#pragma unroll
-            for (int b = 0; b < kTileFeatures / kBlock; ++b) {
-                const float (&own)[kOfBlock] =
-                    reinterpret_cast<const float (&)[kOfBlock]>(values[b * kOfBlock]);
-                unsigned amax = 0;
-#pragma unroll
-                for (int j = 0; j < kOfBlock; ++j)
-                    amax = max(amax, magnitude_bits(own[j]));
-                const BlockScale scale = block_scale<E4M3, kRoundUp>(max_of_lanes<4>(amax));
-                unsigned bytes[2];
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    bytes[half] = to_e4m3x4<kRoundUp>(own[4 * half], own[4 * half + 1],
-                                                      own[4 * half + 2], own[4 * half + 3], scale);
-                const uint2 eight = side_by_side(bytes);
-                const long feature = first + b * kBlock;
-                if (routed < 0 || feature >= features)
-                    continue;
-                const long at = routed * features + feature;
-                asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(
-                                 static_cast<unsigned char*>(a.y) + at + lane % 4 * 8),
-                             "r"(eight.x), "r"(eight.y)
-                             : "memory");
-                if (lane % 4 == 0)
-                    a.routing.scales()[at / kBlock] = scale.byte;
-            }
-        }
-    }
-    // Of a block's 32 features eight bytes: the (lane % 4)-th eight, which are of four lanes. Each
-    // has of each eight two bytes: where gate and up alternate one of each half.
-    MX_MEMBER uint2 side_by_side(const unsigned (&bytes)[2]) const {
-        const int own = lane % 4;
-        unsigned low = 0, high = 0;
-#pragma unroll
-        for (int distance = 0; distance < 4; ++distance) {
-            const int other = own ^ distance;
-            const unsigned two = bytes[0] >> 16 * (other % 2),
-                           or_two = bytes[1] >> 16 * (other % 2);
-            const unsigned got =
-                __shfl_xor_sync(~0u, (other < 2 ? two : or_two) & 0xffff, distance);
-            if constexpr (kInterleaved) {
-                low |= (got & 0xff) << 8 * other;
-                high |= got >> 8 << 8 * other;
-            } else {
-                low |= other < 2 ? got << 16 * other : 0;
-                high |= other < 2 ? 0 : got << 16 * (other - 2);
-            }
-        }
-        return {low, high};
-    }
-#else
-    // Stores a warp's rows, so many that there are.
-    MX_MEMBER void store_rows(const Products::Sums& sums, const Tile& tile, long row,
-                              int rows) const {
-        const long first = tile.of_group * static_cast<long>(kTile);
-        Out* const y = static_cast<Out*>(a.y) + (row + lane / 4) * a.of.N + first;
-        const int left = rows - lane / 4, columns = min(a.of.N - first, static_cast<long>(kTile));
-        RescaledResults<Out>{y, a.of.N, left, columns, lane}.store(sums, are_whole(a.y, a.of.N));
-    }
-#endif
 };
 
 struct Producer {
@@ -320,12 +214,6 @@ struct Producer {
     }
 };
 
-#if MX_ROUTED
-#define MX_PARAMETERS MX_RESCALED_ROUTED_PARAMETERS
-#else
-#define MX_PARAMETERS MX_RESCALED_PARAMETERS
-#endif
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     aiter_mx_grouped_rescaled(MX_PARAMETERS, const __grid_constant__ TensorMap operands,
                               const __grid_constant__ TensorMap weights) {
@@ -337,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __shared__ KeptTile kept[kConsumers * kWarps];
     __shared__ int ending[kStages];
     __shared__ Walk walk;
-    const GroupWorkspace of{workspace, M, N, K, static_cast<int>(G), most_tiles, room};
+    const GroupWorkspace of MX_WORKSPACE;
     unsigned shared = shared_address(dynamic), full = shared_address(barriers);
     const unsigned came = full + 8 * 2 * kStages;
     const RawBlocks blocks{of,
@@ -357,14 +245,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Args a{
         of,
         panel,
-        out,
-        bias,
-        bias_kind,
+        {
+            of,
+            out,
+            bias,
+            bias_kind,
 #if MX_ROUTED
-        {sorted_ids, expert_ids, post_padded, more, valid_tokens, a_div, packed_top_k, max_blocks,
-         block_m},
-        {alpha, beta, limit},
+            {sorted_ids, expert_ids, post_padded, more, valid_tokens, a_div, packed_top_k,
+             max_blocks, block_m},
+            {alpha, beta, limit},
 #endif
+        },
     };
     const int group = warp_uniform(threadIdx.x / kGroupThreads);
     const int thread = threadIdx.x % kGroupThreads;

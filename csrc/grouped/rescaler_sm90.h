@@ -10,7 +10,7 @@
 // once all products have read the tile that it had before.
 #pragma once
 
-#include "../linear/rescaling_sm90.h"
+#include "../linear/rescaled_row_sm90.h"
 #include "common/target.h"
 #include "rescaled_groups_sm90.h"
 #include "sm90/memory.h"
@@ -164,7 +164,7 @@ struct Rescaler {
         for (int turn = 0; ended < RawBlocks::kStorers; turn ^= 1) {
             barrier_wait(blocks.came + 8 * ring.at, ring.parity);
             const RawBlock& block = blocks.each[ring.at];
-            const unsigned box = blocks.shared + ring.at * kBlockBytes + thread * kStepBytes;
+            const unsigned box = blocks.shared + ring.at * kBlockBytes;
             const unsigned done = blocks.done + 8 * ring.at;
             ring.next();
             if (__any_sync(~0u, block.tile < 0)) {
@@ -187,9 +187,9 @@ struct Rescaler {
                 const bool fails = !rewrite(box, row, common);
                 leave_top(known ? top_of(next) : kUnknown, tops[turn ^ 1]);
                 if (named_barrier_or(kBarrier, kThreads, fails))
-                    rewrite_apart(block, box, row, tops[turn]);
+                    tell(block, rewrite_apart(block, box, row, tops[turn]));
                 else
-                    tell(block, e8m0_to_f32(common), kRowsApart, common * kEach);
+                    tell(block, {e8m0_to_f32(common), common * RowScales::kEach});
                 fence_async();
             }
             barrier_arrive_warp(done, thread % kLanes);
@@ -197,38 +197,13 @@ struct Rescaler {
     }
 
   private:
-    static constexpr unsigned kOne = rescaling::kOne, kNanPayloads = rescaling::kNanPayloads;
-    static constexpr int kBlock = 32, kBlocks = kStepBytes / kBlock, kWords = kBlock / 4;
+    static constexpr unsigned kOne = rescaling::kOne;
+    static constexpr int kBlock = RowScales::kBlock, kBlocks = RowScales::kMost;
     static constexpr int kThreads = kLanes * RawBlocks::kWarps, kBarrier = 1;
-    static constexpr unsigned kEach = 0x01010101, kHigh = 0x80 * kEach;
-    static constexpr unsigned kMagnitudes = 0x7f * kEach, kTwos = 0x40 * kEach;
     static constexpr unsigned kUnknown = ~0u;
     static_assert(kThreads == kTileRows, "a thread has a row");
 
-    struct Words {
-        u32x4 halves[2];
-        MX_MEMBER unsigned& operator[](int i) { return halves[i / 4].words[i % 4]; }
-        MX_MEMBER static Words all(unsigned x) { return {{{x, x, x, x}, {x, x, x, x}}}; }
-    };
-    // Where a piece of 16 bytes of the thread's row lies, see swizzled_128.
-    MX_MEMBER unsigned address(unsigned box, int piece) const {
-        return box + (piece ^ thread % 8) * 16;
-    }
-    MX_MEMBER Words load_words(unsigned box, int block) const {
-        return {
-            {load_shared_16(address(box, 2 * block)), load_shared_16(address(box, 2 * block + 1))}};
-    }
-    MX_MEMBER void store_words(unsigned box, int block, const Words& words) const {
-        store_shared_16(address(box, 2 * block), words.halves[0].words);
-        store_shared_16(address(box, 2 * block + 1), words.halves[1].words);
-    }
-
-    // The scales of a row's blocks of 32 k, and how many of these there are.
-    struct Row {
-        unsigned scales;
-        int blocks;
-        MX_MEMBER unsigned scale(int block) const { return scales >> 8 * block & 0xff; }
-    };
+    using Row = RowScales;
     MX_MEMBER Row load_row(const RawBlock& block) const {
         if (block.tile < 0 || of_run >= block.rows)
             return {0, 0};
@@ -264,143 +239,36 @@ struct Rescaler {
         return top;
     }
 
-    // Puts the row's blocks under another scale, and returns true if none loses too much by it;
-    // false, too, if one is zero, whose scale does not count.
+    // Puts the row's blocks under another scale, see RowInPlace. Rows that w has not become zeros.
     MX_MEMBER bool rewrite(unsigned box, const Row& row, unsigned common) const {
-        if (row.blocks == 0) {
-            for (int i = 0; i < kBlocks; ++i)
-                store_words(box, i, Words::all(0));
-            return true;
-        }
-        bool right = !rescaling::is_far(common) && common != kNanScale;
-        unsigned others = 0; // a bit for each block with values that were not to be subtracted from
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            Words words = load_words(box, i);
-            // Where e4m3 is normal and stays so, two to the power of -down is a subtraction.
-            const unsigned down = down_of(row, i, common);
-            const unsigned least = kHigh - (down == 0 ? 0 : (down + 1) * 8 * kEach);
-            unsigned small = 0, any = 0; // small: or NaN
-#pragma unroll
-            for (int w = 0; w < kWords; ++w) {
-                const unsigned magnitudes = words[w] & kMagnitudes;
-                small |= ~(magnitudes + least) | magnitudes + kEach;
-                words[w] -= down * 8 * kEach;
-                any |= words[w];
-            }
-            const bool is_other = small & kHigh;
-            others |= is_other << i;
-            right &= is_other || is_right(row, i, down, any);
-            store_words(box, i, words);
-        }
-#pragma unroll 1
-        for (; others != 0; others &= others - 1)
-            right &= multiply_again(box, row, __ffs(others) - 1, common);
-        return right;
+        const RowInPlace in_place = RowInPlace::of(box, thread);
+        if (row.blocks > 0)
+            return in_place.rewrite(row, common);
+        for (int i = 0; i < kBlocks; ++i)
+            in_place.store(i, RowInPlace::Words::all(0));
+        return true;
     }
-    MX_MEMBER static unsigned down_of(const Row& row, int i, unsigned common) {
-        return i < row.blocks ? common - row.scale(i) : 0;
-    }
-    MX_MEMBER static bool is_right(const Row& row, int i, unsigned down, unsigned any) {
-        const bool is = down < 8 && (any & (down == 0 ? kMagnitudes : kTwos)) != 0;
-        return is || i >= row.blocks;
-    }
-    // Undoes the subtraction from a block, and multiplies.
-    MX_MEMBER bool multiply_again(unsigned box, const Row& row, int i, unsigned common) const {
-        Words words = load_words(box, i);
-        const unsigned down = down_of(row, i, common);
-        unsigned any = 0;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w)
-            words[w] += down * 8 * kEach;
-        multiply(words, down);
-#pragma unroll
-        for (int w = 0; w < kWords; ++w)
-            any |= words[w];
-        store_words(box, i, words);
-        return is_right(row, i, down, any);
-    }
-    MX_MEMBER static void multiply(Words& words, unsigned down) {
-        const unsigned factors = (15 - down << 10) * 0x00010001u;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w)
-            words[w] = rescaling::rescaled(words[w], factors);
+    MX_MEMBER RescaledRow rewrite_apart(const RawBlock& block, unsigned box, const Row& row,
+                                        unsigned (&of_warps)[RawBlocks::kWarps]) const {
+        const auto largest_of = [&](unsigned top) {
+            leave_top(top, of_warps);
+            named_barrier(kBarrier, kThreads);
+            return top_of_warps(of_warps);
+        };
+        const auto any_of = [](bool x) { return named_barrier_or(kBarrier, kThreads, x); };
+        const unsigned char* const from = block.payload + further * blocks.of.K;
+        return RowInPlace::of(box, thread).rewrite_apart(row, from, largest_of, any_of);
     }
 
     // Stores what the product finds a block's scales by: those of four blocks of each row, and
     // what all rows have in common.
-    MX_MEMBER void tell(const RawBlock& block, float common, float kind, unsigned of_row) const {
-        block.words[thread] = of_row;
+    MX_MEMBER void tell(const RawBlock& block, const RescaledRow& found) const {
+        block.words[thread] = found.of_row;
         if (thread == 0) {
-            block.common[0] = common;
-            block.common[blocks.of.operands().blocks()] = kind;
+            const bool alike = found.common >= 0, by_rows = found.common == kRowsApart;
+            block.common[0] = alike ? found.common : by_rows ? -1 : 0;
+            block.common[blocks.of.operands().blocks()] = alike ? kRowsApart : found.common;
         }
-    }
-
-    // Rewrites a block, of which not all may have a scale in common: each row's, or each block's.
-    // What was there is overwritten by now.
-    MX_MEMBER void rewrite_apart(const RawBlock& block, unsigned box, const Row& row,
-                                 unsigned (&of_warps)[RawBlocks::kWarps]) const {
-        using namespace rescaling;
-        unsigned most[kBlocks], top = 0; // 0 where no value counts
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            const bool counts = i < row.blocks && row.scale(i) != kNanScale;
-            most[i] = counts ? largest(words_of_w(block, i)) : 0;
-            top = max(top, most[i] == 0 ? 0 : row.scale(i) + 1);
-        }
-        leave_top(top, of_warps);
-        named_barrier(kBarrier, kThreads);
-        const unsigned top_of_all = top_of_warps(of_warps);
-        const unsigned common = top_of_all == 0 ? kOne : top_of_all - 1;
-        const unsigned own = top == 0 ? kOne : top - 1;
-        bool rows_apart = false, apart = false, far = false;
-        unsigned each = 0;
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            const unsigned scale = most[i] == 0 ? kOne : row.scale(i);
-            rows_apart |= loses(most[i], scale, common);
-            apart |= loses(most[i], scale, own);
-            far |= is_far(scale);
-            each |= scale << 8 * i;
-        }
-        const bool some = top_of_all != 0; // where all are zero any scale will do
-        rows_apart = named_barrier_or(kBarrier, kThreads, rows_apart && some);
-        apart = named_barrier_or(kBarrier, kThreads, apart && some);
-        far = named_barrier_or(kBarrier, kThreads, far);
-        tell(block,
-             apart        ? 0
-             : rows_apart ? -1
-                          : e8m0_to_f32(common),
-             !apart ? kRowsApart
-             : far  ? kFarApart
-                    : kBlocksApart,
-             apart        ? each
-             : rows_apart ? own * kEach
-                          : common * kEach);
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-            if (i >= row.blocks)
-                continue;
-            Words words = Words::all(kNanPayloads);
-            if (row.scale(i) != kNanScale) {
-                words = words_of_w(block, i);
-                if (most[i] != 0 && !apart)
-                    multiply(words, (rows_apart ? own : common) - row.scale(i));
-            }
-            store_words(box, i, words);
-        }
-    }
-
-    // The words of the row's i-th block as they are in w.
-    MX_MEMBER Words words_of_w(const RawBlock& block, int i) const {
-        const unsigned char* const at = block.payload + further * blocks.of.K + i * kBlock;
-        return {{load(at), load(at + 16)}};
-    }
-    // Of their magnitudes in e4m3.
-    MX_MEMBER static unsigned largest(const Words& words) {
-        return max(rescaling::largest_magnitude(words.halves[0]),
-                   rescaling::largest_magnitude(words.halves[1]));
     }
 };
 

@@ -8,6 +8,7 @@
 
 #include "common/target.h"
 #include "rescaled_sm90.h"
+#include "rescaled_step_sm90.h"
 #include "sm90/memory.h"
 #include "sm90/tma.h"
 #include "sm90/wgmma.h"
@@ -162,10 +163,7 @@ struct Products {
         }
     }
 
-    // Which of the sums is that of a value of wgmma's. Parts leave four sums at a time, for which
-    // these lie in neighbouring registers as products do. Where one of the two is odd and the other
-    // even, FFMA reads both at once.
-    MX_MEMBER static constexpr int place(int value) { return value ^ 1; }
+    MX_MEMBER static constexpr int place(int value) { return RescaledStep::place(value); }
 
   private:
     // A step whose products are under way: its stage, and a lane's part of its scales.
@@ -203,7 +201,7 @@ struct Products {
         const float own = scales.own;
         scales.next<Second>();
         const UnderWay step{wait(ring), own};
-        multiply_blocks<kBlocks>(products, x_at(step.stage), w_at(step.stage));
+        RescaledStep::multiply<kBlocks>(products, x_at(step.stage), w_at(step.stage));
         ring.next();
         --left;
         if constexpr (!Second)
@@ -252,24 +250,6 @@ struct Products {
             barrier_arrive(empty + 8 * stage);
     }
 
-    // What four scales that are alike stand for, none of which is 0 or NaN.
-    MX_MEMBER static float e8m0_to_normal(unsigned scales) {
-        return bits_to_float((scales & 0xff) << 23);
-    }
-
-    // The products of so many blocks of 32 k.
-    template <int Blocks>
-    MX_MEMBER static void multiply_blocks(float (&products)[kValues], unsigned x_at,
-                                          unsigned w_at) {
-        wgmma_fence();
-        wgmma_fp8<false>(products, SwizzledDescriptor::of(x_at), SwizzledDescriptor::of(w_at));
-#pragma unroll
-        for (int k = 1; k < Blocks; ++k)
-            wgmma_fp8<true>(products, SwizzledDescriptor::of(x_at + 2 * k),
-                            SwizzledDescriptor::of(w_at + 2 * k));
-        wgmma_commit();
-    }
-
     // Scales of a step in which not all have one in common: of both rows of x, and where those of
     // this lane's columns begin, two of each eight.
     struct Apart {
@@ -280,87 +260,16 @@ struct Products {
             return cached(reinterpret_cast<const uint2*>(columns + 8 * piece));
         }
     };
-    static constexpr int kPieces = kTile / 8;
-
-    // Adds products of which each row and each column has a scale, `shift` bits up in its word.
-    MX_MEMBER static void add_scaled(float (&sums)[kValues], float (&products)[kValues],
-                                     const Apart& of, int shift) {
-        const float of_rows[2] = {e8m0_to_normal(of.upper >> shift),
-                                  e8m0_to_normal(of.lower >> shift)};
-        wgmma_wait<0>();
-        keep_in_order(products);
-#pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-            const uint2 scales = of.of_piece(piece);
-            const float of_columns[2] = {e8m0_to_normal(scales.x >> shift),
-                                         e8m0_to_normal(scales.y >> shift)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& sum = sums[place(4 * piece + i)];
-                sum = mx::fma(products[4 * piece + i] * of_columns[i % 2], of_rows[i / 2], sum);
-            }
-        }
-    }
-
     // Adds up a step in which not all have a scale in common.
     MX_MEMBER void add_apart(float (&sums)[kValues], const Apart& of, float kind,
                              Ring& ring) const {
         const int stage = wait(ring);
-        if (__any_sync(~0u, kind == kRowsApart))
-            add_rows(sums, x_at(stage), w_at(stage), of);
-        else if (__any_sync(~0u, kind == kBlocksApart))
-            add_blocks(sums, x_at(stage), w_at(stage), of);
-        else
-            add_far_blocks(sums, x_at(stage), w_at(stage), of);
+        RescaledStep::add_apart(
+            sums, x_at(stage), w_at(stage), of.upper, of.lower,
+            [&](int piece) { return of.of_piece(piece); }, kind);
         __syncwarp(); // all lanes have read scales that another tile may take the place of
         release(stage);
         ring.next();
-    }
-
-    // Adds the products of a step whose rows have scales of their own.
-    MX_MEMBER void add_rows(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                            const Apart& of) const {
-        float products[kValues];
-        multiply_blocks<kBlocks>(products, x_at, w_at);
-        add_scaled(sums, products, of, 0);
-    }
-
-    // Adds the products of a step whose blocks have scales of their own.
-    MX_MEMBER void add_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                              const Apart& of) const {
-#pragma unroll 1
-        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
-            float products[kValues];
-            multiply_blocks<1>(products, x_at, w_at);
-            add_scaled(sums, products, of, 8 * k);
-        }
-    }
-
-    // Likewise where the product of two scales may be out of fp32, though what it makes of a
-    // product is not.
-    MX_MEMBER void add_far_blocks(float (&sums)[kValues], unsigned x_at, unsigned w_at,
-                                  const Apart& of) const {
-#pragma unroll 1
-        for (int k = 0; k < kBlocks; ++k, x_at += 2, w_at += 2) {
-            float products[kValues];
-            multiply_blocks<1>(products, x_at, w_at);
-            const unsigned of_rows[2] = {of.upper >> 8 * k & 0xff, of.lower >> 8 * k & 0xff};
-            wgmma_wait<0>();
-            keep_in_order(products);
-#pragma unroll
-            for (int piece = 0; piece < kTile / 8; ++piece) {
-                const uint2 scales = of.of_piece(piece);
-                const unsigned of_columns[2] = {scales.x >> 8 * k & 0xff, scales.y >> 8 * k & 0xff};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const unsigned both = of_rows[i / 2] + of_columns[i % 2]; // 2^(both - 254)
-                    const unsigned half = both / 2;
-                    float& sum = sums[place(4 * piece + i)];
-                    sum = mx::fma(products[4 * piece + i] * bits_to_float(half << 23),
-                                  bits_to_float(both - half << 23), sum);
-                }
-            }
-        }
     }
 };
 

@@ -1,7 +1,7 @@
-// Stores sums of rescaled_product_sm90.h as results.
+// Stores sums of rescaled_step_sm90.h as results.
 #pragma once
 
-#include "rescaled_product_sm90.h"
+#include "rescaled_step_sm90.h"
 #include "sm90/memory.h"
 
 namespace mx {
@@ -15,7 +15,7 @@ struct RescaledResults {
     long pitch;
     int rows, columns, lane;
 
-    MX_MEMBER void store(const Products::Sums& sums, bool whole) const {
+    MX_MEMBER void store(const RescaledStep::Values& sums, bool whole) const {
         if (whole)
             store_whole(sums);
         else
@@ -23,9 +23,9 @@ struct RescaledResults {
     }
 
   private:
-    MX_MEMBER void store_whole(const Products::Sums& sums) const {
+    MX_MEMBER void store_whole(const RescaledStep::Values& sums) const {
 #pragma unroll
-        for (int four = 0; four < kTile / 32; ++four) {
+        for (int four = 0; four < RescaledStep::kColumns / 32; ++four) {
             const int column = 32 * four + lane % 4 * 8;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -34,7 +34,7 @@ struct RescaledResults {
                 for (int piece = 0; piece < 4; ++piece) {
                     const int v = 4 * (4 * four + piece) + 2 * i;
                     words.words[piece] =
-                        pack<Out>(sums[Products::place(v)], sums[Products::place(v + 1)]);
+                        pack<Out>(sums[RescaledStep::place(v)], sums[RescaledStep::place(v + 1)]);
                 }
                 transpose_pairs(words, lane);
                 if (8 * i < rows && column < columns)
@@ -42,12 +42,12 @@ struct RescaledResults {
             }
         }
     }
-    MX_MEMBER void store_single(const Products::Sums& sums) const {
+    MX_MEMBER void store_single(const RescaledStep::Values& sums) const {
 #pragma unroll
-        for (int v = 0; v < kValues; ++v) {
+        for (int v = 0; v < RescaledStep::kValues; ++v) {
             const int own = v / 2 % 2 * 8, column = v / 4 * 8 + lane % 4 * 2 + v % 2;
             if (own < rows && column < columns)
-                mx::store(y + own * pitch + column, sums[Products::place(v)]);
+                mx::store(y + own * pitch + column, sums[RescaledStep::place(v)]);
         }
     }
 };

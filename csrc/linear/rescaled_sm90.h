@@ -39,6 +39,16 @@ struct RescaledOperands {
         return reinterpret_cast<unsigned*>(memory + rows() * K); // K is a multiple of 32
     }
     MX_MEMBER unsigned words_of_step() const { return (rows() + 2 * blocks() + 3) / 4 * 4; }
+    // Of a row, in a step.
+    MX_MEMBER unsigned* word(int step, long row) const {
+        return words() + static_cast<long>(step) * words_of_step() + row;
+    }
+    // Stores what the block that begins with a row has in common in a step, and its kind.
+    MX_MEMBER void tell(int step, long first_row, float common, float kind) const {
+        float* const to = reinterpret_cast<float*>(word(step, rows() + first_row / kRows));
+        to[0] = common;
+        to[blocks()] = kind;
+    }
     MX_MEMBER unsigned* ended() const {
         return words() + static_cast<long>(steps()) * words_of_step();
     }

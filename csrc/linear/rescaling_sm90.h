@@ -63,9 +63,10 @@ MX_DEVICE bool loses(unsigned most, unsigned own, unsigned scale) {
     return is_far(scale) || (most != 0 && down != 0 && most >> 3 < kTwo + down);
 }
 
-// A step of 128 rows of an operand: source(i) is the i-th, or below 0 where there is none.
-template <int Code, bool OfW, class Source>
-MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const unsigned char* s,
+// A step of 128 rows of an operand, to RescaledOperands or their like: source(i) is the i-th, or
+// below 0 where there is none.
+template <int Code, bool OfW, class Operands, class Source>
+MX_DEVICE void rescale(const Operands& to, const unsigned char* q, const unsigned char* s,
                        const Source& source, long to_row, int step) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     const int first = warp * kRowsOfWarp + lane / kLanesOfRow;
@@ -121,7 +122,6 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
 #pragma unroll
         for (int i = 0; i < kTurns; ++i)
             top[i] = top_of_all == 0 ? kOne : top_of_all - 1;
-    unsigned* const words = to.words() + static_cast<long>(step) * to.words_of_step();
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
         const long row = to_row + first + i * kWarps * kRowsOfWarp;
@@ -140,13 +140,17 @@ MX_DEVICE void rescale(const RescaledOperands& to, const unsigned char* q, const
         if (k < to.K)
             store_vector(to.payload() + row * to.K + k, own[i].payload);
         if (lane % kLanesOfRow == 0)
-            words[row] = scales;
+            *to.word(step, row) = scales;
     }
-    if (threadIdx.x == 0) {
-        float* const common = reinterpret_cast<float*>(words + to.rows() + to_row / to.kRows);
-        common[0] = apart ? 0 : rows_apart ? -1 : OfW ? e8m0_to_f32(top[0]) : 1;
-        common[to.blocks()] = far ? kFarApart : apart ? kBlocksApart : kRowsApart;
-    }
+    if (threadIdx.x == 0)
+        to.tell(step, to_row,
+                apart        ? 0
+                : rows_apart ? -1
+                : OfW        ? e8m0_to_f32(top[0])
+                             : 1,
+                far     ? kFarApart
+                : apart ? kBlocksApart
+                        : kRowsApart);
 }
 
 } // namespace mx::rescaling

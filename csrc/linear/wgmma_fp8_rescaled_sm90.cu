@@ -18,6 +18,7 @@
 
 #include "common/epilogue.h"
 #include "common/target.h"
+#include "rescaled_product_sm90.h"
 #include "rescaled_results_sm90.h"
 #include "shares_sm90.h"
 #include "sm90/memory.h"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -24,7 +24,7 @@ from op_tests.grouped.cases import (
     of_every_size,
     one_group,
 )
-from op_tests.linear.rescaled import both_rescaled
+from op_tests.linear.rescaled import both_rescaled, rescaled_in_place
 from op_tests.linear.subjects.wgmma_fp8_rescaled_sm90 import LESS_NEAR, NEAR
 from op_tests.operands import Exponents
 
@@ -268,6 +268,22 @@ RESCALED_SM90 = Subject(
     exponents=[NEAR, LESS_NEAR],
 )
 
+# -- rescaled_in_place on Hopper -------------------------------------------------------------------
+IN_PLACE_SM90 = replace(
+    RESCALED_SM90,
+    name="rescaled_in_place",
+    groups=[
+        *([case._replace(config=None) for case in group] for group in RESCALED_SM90.groups),
+        # More pairs of blocks than share a tile of w before the next, lone blocks, and some beyond.
+        [
+            Case(_of_sizes((2400, 1300, 300)), 416, 352, None, "bf16", "fp32", 5),
+            Case(_of_sizes((100, 1025, 2048)), 1184, 160, None, "bf16"),
+            Case(_of_sizes((129, 192, 193, 256, 257, 1, 66)), 160, 352, None, "bf16", "fp16"),
+        ],
+    ],
+    multiplied=rescaled_in_place,
+)
+
 # -- fallbacks -------------------------------------------------------------------------------------
 _DRAWN = [
     Case(draw_groups(random.Random(seed), 32), N, K, {}, dtype, bias)
@@ -285,4 +301,4 @@ TORCH = Subject(
     underflow=0.0,
 )
 
-SUBJECTS = (PERSISTENT_GFX950, PERSISTENT_SM90, RESCALED_SM90, TORCH)
+SUBJECTS = (PERSISTENT_GFX950, PERSISTENT_SM90, RESCALED_SM90, IN_PLACE_SM90, TORCH)

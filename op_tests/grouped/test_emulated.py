@@ -1,4 +1,4 @@
-"""Hopper's grouped ``rescaled`` on an emulator, where there is no GPU."""
+"""Hopper's grouped ``rescaled`` and ``rescaled_in_place`` on an emulator, where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem, rescaled_sm90
-from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED, across, ring_tiles
+from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem, rescaled_groups_sm90
+from aiter_mx.kernels.grouped_gemm.in_place_sm90 import IN_PLACE
+from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import across
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED, ring_tiles
+from aiter_mx.kernels.spec import KernelSpec
 from aiter_mx.paths import csrc_dir
 from op_tests.conformance import DTYPES
 from op_tests.emulated_sm90.build import unsupported
 from op_tests.emulated_sm90.launch import TARGET, EmulatedError, Schedule, launch
 from op_tests.grouped.cases import Case, Groups, Operands, assert_groups, ending_at, one_group
 from op_tests.grouped.rescaled import with_room_for
-from op_tests.grouped.subjects import RESCALED_SM90
+from op_tests.grouped.subjects import IN_PLACE_SM90, RESCALED_SM90
 from op_tests.launches import Out, same_bytes
 from op_tests.linear.test_emulated import FP32_ERROR
 from op_tests.linear.test_emulated import KINDS as KINDS_OF_LINEAR
 from op_tests.linear.test_rescaling import Draw, Operand
 from op_tests.mistakes import Mistake
-from op_tests.mx_reference import random_mx, random_mx_groups
+from op_tests.mx_reference import NAN_SCALE, random_mx, random_mx_groups
+from op_tests.operands import Exponents
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
+SUBJECTS = {RESCALED.name: RESCALED_SM90, IN_PLACE.name: IN_PLACE_SM90}
+each_kernel = pytest.mark.parametrize("kernel", (RESCALED, IN_PLACE), ids=lambda k: k.name)
 
 SIZES = (0, 1, 64, 65, 130, 0)
 Bounds = tuple[Tensor | None, Tensor] | None
@@ -91,8 +97,9 @@ KINDS: dict[str, Draw] = {
 }
 SHUFFLED = Groups([(140, 205), (0, 127), (130, 130), (205, 206)], "ranges", "i64", 210)
 
-# What is multiplied and by how many CTAs, the kinds of a and of b, and the room for tiles of b. N
-# is of whole tiles of 128 rows of b and of others; K of whole steps of 128 k, and of others too.
+# What is multiplied and by how many CTAs, the kinds of a and of b, and the room of the ring for
+# tiles of b. N is of whole tiles of 128 rows of b and of others; K of whole steps of 128 k, and of
+# others too.
 TRIALS: list[tuple[Case, tuple[str, str], int]] = [
     (Case(one_group(1), 32, 32, bias="fp32"), ("near", "near"), TILES),
     (Case(jagged(SIZES, 5), 160, 352, cu_num=2), ("near", "near"), TILES),
@@ -119,7 +126,11 @@ TRIALS: list[tuple[Case, tuple[str, str], int]] = [
     # More tiles of a than share one of b before the next.
     (Case(jagged((1030, 3)), 992, 32, cu_num=2), ("near", "near"), 6),
     (Case(jagged((300,)), 672, 256, cu_num=6), ("near", "outliers"), 2),
+    # More steps than blocks of b are under way, and a consumer that has none of them to multiply.
+    (Case(jagged((33, 70)), 64, 1312, cu_num=1), ("near", "near"), TILES),
+    (Case(jagged((400, 200, 20)), 160, 1312, bias="fp32", cu_num=2), ("near", "warps"), TILES),
 ]
+LAST, PANELS = 22, 21
 
 
 def problem_of(case: Case) -> GroupedGemmProblem:
@@ -138,7 +149,8 @@ def test_cases_reach_groups_of_every_size_and_places_that_are_taken_again() -> N
             room = ring_tiles(problem, RESCALED.configure(TARGET, problem))
             busy = sum(end > start for start, end in case.groups.ranges)
             turns.add(-(-busy * across(problem) // room))
-    assert sizes >= {0, 1, 2, 64, 65, 128, 130, 230} and turns >= {0, 1, 2, 3, 12}
+    assert sizes >= {0, 1, 2, 64, 65, 127, 128, 130, 192, 230, 300, 1030}
+    assert turns >= {0, 1, 2, 3, 12}
 
 
 def launched(
@@ -149,6 +161,7 @@ def launched(
     seed: int,
     bounds: Bounds = None,
     csrc: Path | None = None,
+    kernel: KernelSpec = RESCALED,
 ) -> Tensor:
     """The result for bounds of any values, or those of the case's groups."""
     problem = problem_of(case)
@@ -157,13 +170,15 @@ def launched(
     schedule = Schedule(seed, 1 + seed % 3, seed % 2 == 0)
     with with_room_for(tiles), pytest.MonkeyPatch.context() as patch:
         if case.cu_num is not None:
-            patch.setattr(rescaled_sm90, "_MOST_CTAS", case.cu_num)
-        given = RESCALED, problem, RESCALED.configure(TARGET, problem)
+            patch.setattr(rescaled_groups_sm90, "MOST_CTAS", case.cu_num)
+        given = kernel, problem, kernel.configure(TARGET, problem)
         (result,) = launch(*given, tensors, schedule, csrc=csrc)
     return result
 
 
-def check(seed: int, csrc: Path | None = None, schedule: int = 0) -> None:
+def check(
+    seed: int, csrc: Path | None = None, schedule: int = 0, kernel: KernelSpec = RESCALED
+) -> None:
     """Launch a trial, and judge the result."""
     case, kinds, tiles = TRIALS[seed]
     generator = torch.Generator().manual_seed(seed)
@@ -174,32 +189,77 @@ def check(seed: int, csrc: Path | None = None, schedule: int = 0) -> None:
     bias = None
     if case.bias != "none":
         bias = torch.randn(G, N, generator=generator).to(DTYPES[case.bias])
-    out = launched(case, drawn, bias, tiles, seed + schedule, csrc=csrc)
-    errors = {"accumulation_error": FP32_ERROR, "rescaling_error": RESCALED_SM90.rescaling_error}
-    assert_groups(out, drawn, groups, bias, RESCALED_SM90.multiplied, **errors)
+    out = launched(case, drawn, bias, tiles, seed + schedule, csrc=csrc, kernel=kernel)
+    subject = SUBJECTS[kernel.name]
+    errors = {"accumulation_error": FP32_ERROR, "rescaling_error": subject.rescaling_error}
+    assert_groups(out, drawn, groups, bias, subject.multiplied, **errors)
 
 
+@each_kernel
 @pytest.mark.parametrize("seed", range(len(TRIALS)))
-def test_any_groups_and_schedule_give_the_reference(seed: int) -> None:
-    check(seed)
+def test_any_groups_and_schedule_give_the_reference(seed: int, kernel: KernelSpec) -> None:
+    check(seed, kernel=kernel)
 
 
-def test_what_other_groups_have_changes_no_bits() -> None:
+@each_kernel
+def test_what_other_groups_have_changes_no_bits(kernel: KernelSpec) -> None:
     case = Case(jagged((65, 0, 70, 130)), 160, 352, None, "fp16", cu_num=2)
     drawn = random_mx_groups(case.groups.M, 4, case.N, case.K, 0, (-12, -9))
     others = random_mx_groups(case.groups.M, 4, case.N, case.K, 1, (-30, 0))
-    expected = launched(case, drawn, None, TILES, 0)
+    expected = launched(case, drawn, None, TILES, 0, kernel=kernel)
     for own, (start, end) in enumerate(case.groups.ranges):
         kept = [slice(start, end)] * 2 + [slice(own, own + 1)] * 2
         mixed = [other.clone() for other in others]
         for to, of, rows in zip(mixed, drawn, kept, strict=True):
             to.view(torch.uint8)[rows] = of.view(torch.uint8)[rows]
         a, a_scale, b, b_scale = mixed
-        found = launched(case, (a, a_scale, b, b_scale), None, 3, own)
+        found = launched(case, (a, a_scale, b, b_scale), None, 3, own, kernel=kernel)
         assert same_bytes(found[start:end], expected[start:end])
 
 
-def test_scales_of_zeros_change_no_bits() -> None:
+def of_rows(rows: int) -> Case:
+    return Case(one_group(rows), 160, 352, None, "bf16", cu_num=2)
+
+
+@each_kernel
+@pytest.mark.parametrize(("N", "K"), [(32, 352), (160, 256), (224, 288)])
+def test_rows_of_w_behind_a_groups_last_change_no_bits(N: int, K: int, kernel: KernelSpec) -> None:
+    """The next group's are in the same tile, where they may be NaN and under any scales."""
+    case = Case(jagged((65, 130, 0, 20)), N, K, None, "fp16", cu_num=2)
+    drawn = random_mx_groups(case.groups.M, 4, N, K, 0, (-12, -9))
+    plain = launched(case, drawn, None, TILES, 0, kernel=kernel)
+    for spoilt in (0, 1):
+        w, ws = drawn[2].view(torch.uint8).clone(), drawn[3].clone()
+        w[spoilt::2, 0::3] = 0x7F
+        ws[spoilt::2, 1::3] = NAN_SCALE
+        ws[spoilt::2, 2::3, 0::2], ws[spoilt::2, 2::3, 1::2] = 250, 1
+        mixed = (drawn[0], drawn[1], w.view(drawn[2].dtype), ws)
+        out = launched(case, mixed, None, 3, 1 + spoilt, kernel=kernel)
+        for g, (start, end) in enumerate(case.groups.ranges):
+            if g % 2 == spoilt:
+                assert out[start:end, 0::3].isnan().all() and out[start:end, 1::3].isnan().all()
+            else:
+                assert same_bytes(out[start:end], plain[start:end])
+
+
+@pytest.mark.parametrize("exponents", [(-12, -9), (-40, 0)], ids=str)
+def test_bits_of_a_block_are_the_same_alone_and_in_a_pair(exponents: Exponents) -> None:
+    """A consumer has all units of a block of a pair, and one of a block that is alone."""
+    a, a_scale, b, b_scale = random_mx_groups(257, 1, 160, 352, 0, exponents)
+
+    def bits(rows: slice, seed: int) -> Tensor:
+        own = a[rows], a_scale[rows], b, b_scale
+        return launched(of_rows(len(own[0])), own, None, TILES, seed, kernel=IN_PLACE)
+
+    for seed, rows in enumerate((64, 65, 128, 129, 192, 193, 256, 257)):
+        whole = bits(slice(rows), seed)
+        for first in range(0, rows, 128):
+            own = slice(first, min(first + 128, rows))
+            assert same_bytes(bits(own, seed), whole[own])
+
+
+@each_kernel
+def test_scales_of_zeros_change_no_bits(kernel: KernelSpec) -> None:
     case = Case(jagged((70,)), 416, 640, None, "fp16", cu_num=1)
     a, a_scale, b, b_scale = random_mx_groups(70, 1, case.N, case.K, 0, (-11, -9))
     empty = torch.rand(b_scale.shape, generator=torch.Generator().manual_seed(0)) < 0.05
@@ -207,24 +267,24 @@ def test_scales_of_zeros_change_no_bits() -> None:
     outs = []
     for scale in (0, 122, 254):
         b_scale[empty] = scale
-        outs.append(launched(case, (a, a_scale, b, b_scale), None, 2, scale))
+        outs.append(launched(case, (a, a_scale, b, b_scale), None, 2, scale, kernel=kernel))
     assert all(same_bytes(out, outs[0]) for out in outs)
 
 
+@each_kernel
 @pytest.mark.parametrize("seed", range(3))
-def test_bounds_of_any_value_harm_no_memory(seed: int) -> None:
+def test_bounds_of_any_value_harm_no_memory(seed: int, kernel: KernelSpec) -> None:
     """Groups that overlap have more tiles than there is room for."""
     case = Case(Groups([(0, 300)] * 7, "ranges", "i32", 300), 96, 160)
     some = torch.tensor([0, 1, 150, 300, 307, -5, -(1 << 31), (1 << 31) - 1], dtype=torch.int32)
     drawn_at = torch.randint(len(some), (2, 7), generator=torch.Generator().manual_seed(seed))
     starts, ends = some[drawn_at]
     bounds = (starts, ends) if seed else None
-    launched(case, random_mx_groups(300, 7, 96, 160), None, 3, seed, bounds)
+    launched(case, random_mx_groups(300, 7, 96, 160), None, 3, seed, bounds, kernel=kernel)
 
 
 RESCALER, PRODUCT = "grouped/rescaler_sm90.h", "grouped/rescaled_sm90.cu"
 SUMS = "linear/rescaled_product_sm90.h"
-PANELS, LAST = len(TRIALS) - 2, len(TRIALS) - 1
 SCHEDULES = 30  # the most that a mistake is tried under
 # What a GPU may not show, or never end with: text of a source that is there once, what stands in
 # its place, and a trial that finds it.
@@ -287,11 +347,169 @@ UNTIMELY = {
     ),
     "panels that the ring has no room for": (
         PRODUCT,
-        "        panel,\n        out,",
-        "        panel + room,\n        out,",
+        "        of,\n        panel,\n",
+        "        of,\n        panel + room,\n",
         PANELS,
     ),
 }
+
+
+PRODUCT_IN_PLACE = "grouped/in_place_sm90.cu"
+UNTIMELY_IN_PLACE = {
+    "a quarter told as rewritten before its fence": (
+        """
+                fence_async();
+                barrier_arrive_warp(shared.full(ring.at), lane);
+""",
+        """
+                barrier_arrive_warp(shared.full(ring.at), lane);
+                fence_async();
+""",
+        22,
+    ),
+    "a quarter told as rewritten before all lanes have written": (
+        "barrier_arrive_warp(shared.full(ring.at), lane);",
+        "if (lane == 0) barrier_arrive(shared.full(ring.at));",
+        22,
+    ),
+    "scales told as there while they are copied": (
+        "barrier_arrive_copied(came);",
+        "barrier_arrive(came);",
+        6,
+    ),
+    "x's place released before it is multiplied": (
+        """
+        wgmma_wait<0>();
+        keep_in_order(products);
+        release_x(x);
+""",
+        """
+        release_x(x);
+        wgmma_wait<0>();
+        keep_in_order(products);
+""",
+        1,
+    ),
+    "x copied to a place that is not free": (
+        "        barrier_wait(shared.x_empty(consumer, ring.at), ring.parity ^ 1);\n",
+        "",
+        1,
+    ),
+    "the second unit not waited for": (
+        """
+                expect_x(x);
+                add_half<1>(sums, w, x);
+""",
+        """
+                add_half<1>(sums, w, x);
+""",
+        22,
+    ),
+    "x's place released before all lanes have read its scales": (
+        "__syncwarp(); // all lanes have read the scales",
+        "",
+        9,
+    ),
+    "w's place released before both units are multiplied": (
+        """
+            add_half<0>(sums, w, x);
+            if (units > 1) {
+                expect_x(x);
+                add_half<1>(sums, w, x);
+            }
+            release_w(w);
+""",
+        """
+            add_half<0>(sums, w, x);
+            release_w(w);
+            if (units > 1) {
+                expect_x(x);
+                add_half<1>(sums, w, x);
+            }
+""",
+        9,
+    ),
+    "w copied to a place that is not free": (
+        """
+            barrier_wait(shared.empty(ring.at), ring.parity ^ 1);
+            const unsigned came = shared.came(ring.at);
+""",
+        """
+            const unsigned came = shared.came(ring.at);
+""",
+        1,
+    ),
+    "w's places not released by who has no unit": (
+        "                skip(w);\n",
+        "",
+        1,
+    ),
+    "the last step's place not released by who has no unit": (
+        "for (int left = a.steps(); left > 0; --left, w.next()) {",
+        "for (int left = a.steps(); left > 1; --left, w.next()) {",
+        2,
+    ),
+    "w's place released before all lanes of who has no unit have seen it": (
+        "__syncwarp(); // all lanes have seen it",
+        "",
+        24,
+    ),
+    "a tile told before its place is free": (
+        """
+        barrier_wait(shared.empty(ring.at), ring.parity ^ 1);
+        if (lane == 0) {
+            shared.tiles[at] = tile;
+""",
+        """
+        if (lane == 0) {
+            shared.tiles[at] = tile;
+""",
+        21,
+    ),
+    "a tile told where another's results are stored by it": (
+        "constexpr int kTiles = kBlocks + 1;",
+        "constexpr int kTiles = kBlocks;",
+        11,
+    ),
+    "an end that some rescalers are not told of": (
+        "for (int i = 0; i < kRescalers; i += kQuarters, ring.next())",
+        "for (int i = 0; i < kQuarters; i += kQuarters, ring.next())",
+        0,
+    ),
+    "an end told in a place that is not free": (
+        """
+            barrier_wait(shared.empty(ring.at), ring.parity ^ 1);
+            if (lane == 0) {
+                shared.places[ring.at].step = -1;
+""",
+        """
+            if (lane == 0) {
+                shared.places[ring.at].step = -1;
+""",
+        20,
+    ),
+    "a lone block taken as a pair": (
+        "const bool is_pair = in_blocks + 1 < lists.count(lists.block_ends(), group);",
+        "const bool is_pair = true;",
+        8,
+    ),
+    "last pairs as many as of others": (
+        "const int height = min(kSwath, lists.count(lists.pair_ends(), group) - super);",
+        "const int height = kSwath;",
+        21,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNTIMELY_IN_PLACE)
+def test_a_mistake_planted_where_w_is_rescaled_in_place_is_found(what: str, tmp_path: Path) -> None:
+    right, wrong, seed = UNTIMELY_IN_PLACE[what]
+    csrc = tmp_path / "csrc"
+    shutil.copytree(csrc_dir(), csrc)
+    Mistake(what, PRODUCT_IN_PLACE, right, wrong, __file__, IN_PLACE.name).plant(csrc)
+    with pytest.raises((EmulatedError, AssertionError)):
+        for schedule in range(SCHEDULES):
+            check(seed, csrc, schedule, IN_PLACE)
 
 
 @pytest.mark.parametrize("what", UNTIMELY)

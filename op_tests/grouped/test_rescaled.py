@@ -10,14 +10,8 @@ import pytest
 
 from aiter_mx.dispatch.dispatcher import route
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
-from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import (
-    PARAMS,
-    across,
-    most_tiles,
-    panel_tiles,
-    ring_tiles,
-    sizes_of_tiles,
-)
+from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import across, most_blocks
+from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import PARAMS, panel_tiles, ring_tiles
 from aiter_mx.kernels.registry import find_kernel
 from aiter_mx.kernels.spec import combinations, place_of
 from aiter_mx.target import hardware
@@ -66,33 +60,22 @@ def test_the_ring_has_room_for_two_panels() -> None:
     for room, panel in ((1, 1), (2, 1), (3, 1), (4, 2), (31, 15), (32, 16), (100, 16)):
         with with_room_for(room):
             assert panel_tiles(problem, USUAL) == panel
-            ring = min(room, 80)
-            assert sizes_of_tiles(problem, USUAL) == (most_tiles(problem), ring, panel)
+            sizes = RESCALED.modules[-1].scalars(TARGET, problem, USUAL)[-3:]
+            assert sizes == (most_blocks(problem), min(room, 80), panel)
 
 
 def test_a_workspace_holds_what_all_launches_lay_out() -> None:
     """As ``GroupWorkspace`` of csrc/grouped/rescaled_groups_sm90.h has it."""
     for problem in drawn_problems(300):
         for config in combinations(PARAMS):
-            tiles, G = most_tiles(problem) + ring_tiles(problem, config), problem.G
+            tiles, G = most_blocks(problem) + ring_tiles(problem, config), problem.G
             rows = 128 * tiles
             words = -(-problem.K // 128) * (-(-(rows + 2 * tiles) // 4) * 4)
-            lists = -(-(G + (G + 1) + G + G) // 2) * 2  # tile_ends, busy, starts, ends
+            lists = -(-(5 * G + 1) // 2) * 2  # block_ends, pair_ends, busy, starts, ends
             counters = 2 + 2 * G * across(problem)  # claimed, ready, used
             asked = RESCALED.workspace_bytes(TARGET, problem, config)
-            expected = rows * problem.K + 4 * (words + lists + counters) + 8 * most_tiles(problem)
+            expected = rows * problem.K + 4 * (words + lists + counters) + 8 * most_blocks(problem)
             assert asked == expected
-
-
-def test_there_is_room_for_the_tiles_of_any_groups() -> None:
-    draw = random.Random(3)
-    for _ in range(2000):
-        sizes = [draw.choice([0, 1, 63, 127, 128, 129, 1000]) for _ in range(draw.randint(1, 40))]
-        tiles = sum(-(-rows // 128) for rows in sizes)
-        M, G = sum(sizes), len(sizes)
-        assert tiles <= most_tiles(GroupedGemmProblem(M, 32, 32, G))
-        masked = GroupedGemmProblem(max(sizes) * G, 32, 32, G, layout="masked")
-        assert tiles <= most_tiles(masked)
 
 
 @pytest.mark.parametrize(
@@ -109,20 +92,13 @@ def test_there_is_room_for_the_tiles_of_any_groups() -> None:
         (GroupedGemmProblem(1 << 31, 96, 32, 1), "31 bits"),
         (GroupedGemmProblem(1 << 22, 96, 1 << 17, 8), "scales of both operands"),
         (GroupedGemmProblem(128, 1 << 28, 1 << 10, 4096), "b has"),
+        (GroupedGemmProblem(128, 1 << 18, 1 << 18, 4096), "steps"),
         (GroupedGemmProblem(1 << 23, 1 << 23, 32, 4), "tiles of results"),
         (GroupedGemmProblem(1 << 27, 32, 32, 4096), "groups of up to"),
     ],
 )
 def test_what_it_does_not_cover_is_refused(problem: GroupedGemmProblem, reason: str) -> None:
     assert reason in (RESCALED.refusal(TARGET, problem) or "")
-
-
-def test_exact_sums_and_other_architectures_are_refused() -> None:
-    problem = GroupedGemmProblem(4096, 4096, 4096, 8)
-    assert RESCALED.refusal(TARGET, problem) is None
-    exact = replace(TARGET, exact_sums=True)
-    assert "14 bits" in (RESCALED.refusal(exact, problem) or "")
-    assert "only for sm_90a" in (RESCALED.refusal(hardware("gfx950"), problem) or "")
 
 
 def test_what_it_counts_has_31_bits() -> None:
@@ -135,7 +111,7 @@ def test_what_it_counts_has_31_bits() -> None:
         if RESCALED.refusal(TARGET, problem) is not None:
             continue
         covered += 1
-        steps, of_x, of_w = -(-K // 128), most_tiles(problem), G * across(problem)
+        steps, of_x, of_w = -(-K // 128), most_blocks(problem), G * across(problem)
         for config in combinations(PARAMS):
             _, rescale, product = RESCALED.modules
             assert steps * 130 * (of_x + ring_tiles(problem, config)) <= most
@@ -228,17 +204,17 @@ def test_scales_of_w_are_copied_where_they_begin_within_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "N", "K", "kernel"),
+    ("rows", "kernel"),
     [
-        (512, 4096, 4096, "rescaled"),
-        (511, 4096, 4096, "persistent"),
-        (1024, 4096, 2048, "rescaled"),
-        (1023, 4096, 2048, "persistent"),
-        (4096, 4096, 2016, "persistent"),
-        (4096, 1504, 4096, "persistent"),
+        (15, "persistent"),
+        (16, "rescaled_in_place"),
+        (1535, "rescaled_in_place"),
+        (1536, "rescaled"),
+        (5000, "rescaled"),
     ],
 )
-def test_without_a_table_it_has_many_rows_of_long_k(rows: int, N: int, K: int, kernel: str) -> None:
-    problem = GroupedGemmProblem(6 * rows, N, K, 6)
-    chosen = route("grouped_gemm", TARGET, problem)
-    assert (chosen.kernel, chosen.source) == (kernel, "envelope")
+def test_without_a_table_rows_decide(rows: int, kernel: str) -> None:
+    for N, K in ((96, 96), (4096, 1024), (1536, 6144)):
+        problem = GroupedGemmProblem(6 * rows, N, K, 6)
+        chosen = route("grouped_gemm", TARGET, problem)
+        assert (chosen.kernel, chosen.source) == (kernel, "envelope")

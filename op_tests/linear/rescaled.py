@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from op_tests.linear.operands import Operands
 from op_tests.mx_reference import BLOCK, NAN_SCALE
 
 ROWS = 128  # that keep scales of their own together
+QUARTER = 32  # of w, where it is rescaled as it is multiplied
 STEP = 4  # blocks of 32 k
 LEAST_FIELD = 8  # exponent field of 2.0 in e4m3
 LEAST_SCALE, LAST_SCALE = 77, 177  # that operands may have in common
@@ -30,7 +32,7 @@ class Rescaled(NamedTuple):
     Attributes:
         payload: e4m3 ``[rows, K]``.
         scale: uint8 ``[rows, K // 32]``.
-        form: ``[blocks of 128 rows, steps]``: what scales are of.
+        form: ``[blocks of so many rows, steps]``: what scales are of.
     """
 
     payload: Tensor
@@ -38,17 +40,17 @@ class Rescaled(NamedTuple):
     form: Tensor
 
 
-def rescaled(payload: Tensor, scale: Tensor, of_w: bool) -> Rescaled:
-    """The four blocks of a step under the largest scale of theirs, in all of w's 128 rows."""
+def rescaled(payload: Tensor, scale: Tensor, of_w: bool, together: int = ROWS) -> Rescaled:
+    """The four blocks of a step under the largest scale of theirs, in so many of w's rows."""
     rows, blocks = scale.shape
-    more = (0, -blocks % STEP, 0, -rows % ROWS)
+    more = (0, -blocks % STEP, 0, -rows % together)
     codes = payload.view(torch.uint8).view(rows, blocks, BLOCK).clone()
     nan = scale == NAN_SCALE
     codes[nan] = NAN
     codes = pad(codes, (0, 0, *more))
     padded = pad(torch.where(nan, ONE, scale.int()), more, value=ONE)
     # [blocks of rows, rows, steps, blocks of k]
-    shape = (padded.shape[0] // ROWS, ROWS, padded.shape[1] // STEP, STEP)
+    shape = (padded.shape[0] // together, together, padded.shape[1] // STEP, STEP)
     own = padded.view(shape)
     largest = (codes & 0x7F).amax(-1).int().masked_fill(pad(nan, more), 0).view(shape)
     own = torch.where(largest == 0, ONE, own)
@@ -77,17 +79,22 @@ def rescaled(payload: Tensor, scale: Tensor, of_w: bool) -> Rescaled:
     return Rescaled(codes, scales.to(torch.uint8).contiguous(), form[:, 0, :, 0])
 
 
-def both_rescaled(drawn: Operands) -> Operands:
+def both_rescaled(drawn: Operands, rows_of_w: int = ROWS) -> Operands:
     """What is multiplied in place of operands."""
     xq, xs, wq, ws = drawn
-    x, w = rescaled(xq, xs, False), rescaled(wq, ws, True)
+    x, w = rescaled(xq, xs, False), rescaled(wq, ws, True, rows_of_w)
     return x.payload, x.scale, w.payload, w.scale
 
 
-def forms_of(drawn: Operands) -> Tensor:
-    """``[blocks of x, blocks of w, steps]``: how products are scaled."""
+rescaled_in_place = partial(both_rescaled, rows_of_w=QUARTER)
+
+
+def forms_of(drawn: Operands, rows_of_w: int = ROWS) -> Tensor:
+    """``[blocks of x, blocks of 128 rows of w, steps]``: how products are scaled."""
     xq, xs, wq, ws = drawn
-    of_x, of_w = rescaled(xq, xs, False).form, rescaled(wq, ws, True).form
+    of_x, of_w = rescaled(xq, xs, False).form, rescaled(wq, ws, True, rows_of_w).form
+    more = pad(of_w, (0, 0, 0, -len(of_w) % (ROWS // rows_of_w)))
+    of_w = more.unflatten(0, (-1, ROWS // rows_of_w)).amax(1)
     return torch.maximum(of_x[:, None], of_w[None])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import lcm
 
@@ -275,6 +275,14 @@ RESCALED = Subject(
     sized=True,
 )
 
+IN_PLACE = replace(
+    RESCALED,
+    name="rescaled_in_place",
+    groups=alone(case._replace(config=None) for case in _RESCALED),
+    few=[case._replace(config=None) for case in RESCALED.few],
+    activated=[(case._replace(config=None), *rest) for case, *rest in RESCALED.activated],
+)
+
 # -- fallbacks -------------------------------------------------------------------------------------
 _TORCH = [
     *_drawn({}, "fp32", "torch", 8, 1, 32, 0),
@@ -292,4 +300,4 @@ TORCH = Subject(
     backend="torch",
 )
 
-SUBJECTS = (MFMA, GROUPED, MMA_RING, WGMMA_F16, WGMMA_FP8, RESCALED, TORCH)
+SUBJECTS = (MFMA, GROUPED, MMA_RING, WGMMA_F16, WGMMA_FP8, RESCALED, IN_PLACE, TORCH)

@@ -41,10 +41,12 @@ def test_mma_ring_runs_where_experts_have_few_rows_and_others_where_more() -> No
     assert (wider.kernel, wider.config["tiles"]) == ("wgmma_f16", 1)
     assert wider.config["col_tiles"] == 16
     activated = replace(many, M=3200, block_m=128, out_dtype="mxfp8", activation="silu")
-    assert route("moe_gemm", SM90, activated).kernel == "grouped"  # 100 rows an expert
+    assert route("moe_gemm", SM90, activated).kernel == "rescaled_in_place"  # 100 rows an expert
     assert route("moe_gemm", SM90, replace(activated, K=2048)).kernel == "wgmma_f16"
+    assert route("moe_gemm", SM90, replace(activated, M=60000)).kernel == "rescaled"
     uneven = replace(many, K=6112)
-    assert route("moe_gemm", SM90, uneven).kernel == "grouped"
+    assert route("moe_gemm", SM90, uneven).kernel == "rescaled_in_place"
+    assert route("moe_gemm", SM90, replace(uneven, out_dtype="fp32")).kernel == "grouped"
     assert route("moe_gemm", SM90, replace(uneven, M=500, block_m=32)).kernel == "mma_ring"
     assert route("moe_gemm", SM90, replace(uneven, N=1544)).kernel == "mma_ring"  # not of 32
     assert WGMMA_F16.refusal(SM90, replace(many, K=6112)) == "K=6112 is not a multiple of 128"

@@ -1,4 +1,4 @@
-"""Hopper's routed ``rescaled`` on an emulator, where there is no GPU."""
+"""Hopper's routed ``rescaled`` kernels on an emulator, where there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiter_mx.kernels.grouped_gemm import rescaled_sm90
+from aiter_mx.kernels.grouped_gemm import rescaled_groups_sm90
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.registry import find_kernel
+from aiter_mx.kernels.spec import KernelSpec
 from op_tests.conformance import DTYPES
 from op_tests.emulated_sm90.build import unsupported
 from op_tests.emulated_sm90.launch import TARGET, Schedule, launch
 from op_tests.grouped.rescaled import with_room_for
-from op_tests.launches import Out, is_poison, poisoned
+from op_tests.launches import Out, is_poison, poisoned, same_bytes
 from op_tests.moe.operands import Case, Drawn, activated, draw_layer
 from op_tests.moe.reference import assert_activated, assert_rows
 from op_tests.moe.subjects import RESCALED as SUBJECT
+from op_tests.mx_reference import NAN_SCALE
 from op_tests.operands import Exponents, zero_blocks
 
 pytestmark = pytest.mark.skipif(bool(unsupported()), reason=unsupported())
 
-ROUTED = find_kernel("moe_gemm", "sm_90a", "hip", "rescaled")
+KERNELS = [
+    find_kernel("moe_gemm", "sm_90a", "hip", name) for name in ("rescaled", "rescaled_in_place")
+]
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 KINDS: dict[str, Exponents] = {  # of scales, which with an activation make a few units of gate
     "near": (-9, -8),
     "wide": (-30, -8),
@@ -117,7 +122,7 @@ def by_routed_rows(out: Tensor, places: Tensor, drawn: Drawn) -> Tensor:
     rows = poisoned((len(places), out.shape[1]), out.dtype)
     for t, expert in enumerate(layer.experts):
         if expert < 0:
-            assert is_poison(places[t]), "a row without an expert has a place"
+            assert is_poison(places[t : t + 1]), "a row without an expert has a place"
             continue
         assert (places[t] == -1) == (expert >= E)
         rows[t] = 0 if expert >= E else out[places[t]]
@@ -133,16 +138,17 @@ def test_cases_draw_experts_of_every_sort() -> None:
     assert found == {"here", "none", "absent", "without a row"}
 
 
+@each_kernel
 @pytest.mark.parametrize("seed", range(len(TRIALS)))
 def test_any_routing_and_schedule_give_the_reference(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, kernel: KernelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = TRIALS[seed]
     drawn = drawn_of(trial, seed)
     p, layer = drawn.problem, drawn.layer
-    monkeypatch.setattr(rescaled_sm90, "_MOST_CTAS", trial.ctas)
+    monkeypatch.setattr(rescaled_groups_sm90, "MOST_CTAS", trial.ctas)
     schedule = Schedule(seed, 1 + seed % 3, seed % 2 == 0)
-    given = ROUTED, p, ROUTED.configure(TARGET, p), [*drawn.tensors, *outs_of(p)], schedule
+    given = kernel, p, kernel.configure(TARGET, p), [*drawn.tensors, *outs_of(p)], schedule
     with with_room_for(trial.tiles):
         out, other = launch(*given)
     if p.sorted_out:
@@ -152,3 +158,30 @@ def test_any_routing_and_schedule_give_the_reference(
     assert_activated(out, other, layer, p.activation, p.layout == "interleaved", swiglu)
     unlisted = layer.rows_of(-1)
     assert is_poison(out[unlisted]) and is_poison(other[unlisted])
+
+
+@each_kernel
+@pytest.mark.parametrize("epilogue", [None, HALVES, INTERLEAVED], ids=str)
+def test_rows_of_w_of_other_experts_change_no_bits(
+    epilogue: tuple[str, str] | None, kernel: KernelSpec
+) -> None:
+    """They lie behind an expert's last, in the same tile: NaN, and under any scales."""
+    drawn = drawn_of(Trial(Case(60, 192, 352, 3, 2, 32), "near", epilogue), 0)
+    p, layer = drawn.problem, drawn.layer
+
+    def results(schedule: int) -> list[Tensor]:
+        tensors = [*drawn.tensors, *outs_of(p)]
+        out, other = launch(kernel, p, kernel.configure(TARGET, p), tensors, Schedule(schedule))
+        return [by_routed_rows(out, other, drawn)] if p.sorted_out else [out, other]
+
+    plain = results(0)
+    for spoilt in (0, 1):
+        w, ws = layer.wq.view(torch.uint8).clone(), layer.ws.clone()
+        w[spoilt::2, 0::3] = 0x7F
+        ws[spoilt::2, 1::3] = NAN_SCALE
+        ws[spoilt::2, 2::3, 0::2], ws[spoilt::2, 2::3, 1::2] = 250, 1
+        drawn.tensors[2:4] = w.view(layer.wq.dtype), ws
+        rows = [t for t, expert in enumerate(layer.experts) if expert in range(1 - spoilt, 3, 2)]
+        assert rows
+        for one, other in zip(results(1 + spoilt), plain, strict=True):
+            assert same_bytes(one[rows], other[rows])

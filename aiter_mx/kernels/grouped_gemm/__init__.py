@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from aiter_mx.kernels.grouped_gemm.in_place_sm90 import IN_PLACE as IN_PLACE_SM90
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import LAYOUTS as LAYOUTS_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_gfx950 import PERSISTENT as PERSISTENT_GFX950
 from aiter_mx.kernels.grouped_gemm.persistent_sm90 import PERSISTENT as PERSISTENT_SM90
@@ -31,6 +32,7 @@ def _reading(spec: KernelSpec, *layouts: str) -> KernelSpec:
 KERNELS = (
     _reading(PERSISTENT_GFX950, *LAYOUTS_GFX950),
     _reading(RESCALED_SM90),
+    _reading(IN_PLACE_SM90),
     _reading(PERSISTENT_SM90),
     _reading(DOT_SCALED),
     _reading(reference("grouped_gemm")),

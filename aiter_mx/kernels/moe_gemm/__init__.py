@@ -6,7 +6,7 @@ from aiter_mx.kernels.moe_gemm.grouped import GROUPED, GROUPED_SM90
 from aiter_mx.kernels.moe_gemm.mfma_gfx950 import MFMA as MFMA_GFX950
 from aiter_mx.kernels.moe_gemm.mma_ring_sm90 import MMA_RING
 from aiter_mx.kernels.moe_gemm.problem import KEY, MoeGemmProblem, stand_ins
-from aiter_mx.kernels.moe_gemm.rescaled_sm90 import RESCALED
+from aiter_mx.kernels.moe_gemm.rescaled_sm90 import IN_PLACE, RESCALED
 from aiter_mx.kernels.moe_gemm.triton import DOT_SCALED
 from aiter_mx.kernels.moe_gemm.wgmma_f16_sm90 import WGMMA_F16
 from aiter_mx.kernels.moe_gemm.wgmma_fp8_sm90 import WGMMA_FP8
@@ -19,6 +19,7 @@ PROBLEM = MoeGemmProblem
 KERNELS = (
     GROUPED,
     RESCALED,
+    IN_PLACE,
     GROUPED_SM90,
     MFMA_GFX950,
     WGMMA_FP8,
