@@ -53,7 +53,6 @@ def route(
     if getattr(problem, "is_empty", False):
         reference = find_kernel(op, target.arch, "torch", "reference")
         return Route(reference, {}, "envelope", ("the result is empty, so nothing is launched",))
-    # A grouped GEMM that expects fewer rows has the same kernel, and chooses tiles for them.
     if getattr(problem, "expected", 0) and hasattr(problem, "as_expected"):
         chosen = _as_expected(op, target, problem, skip)
         if chosen is not None:
@@ -92,12 +91,13 @@ def _as_expected(
     op: str, target: Target, problem: Any, skip: frozenset[tuple[str, str]]
 ) -> Route | None:
     """The route of what is expected of a problem that has room for more, if it does for all."""
-    chosen = route(op, target, problem.as_expected(), skip)
+    expected = problem.as_expected()
+    chosen = route(op, target, expected, skip)
     if _refusal(chosen.spec, target, problem, skip) is not None:
         return None
     if chosen.spec.misfit(target, problem, chosen.config) is not None:
         return None
-    clauses: tuple[Clause, ...] = (f"{problem.expected} of {problem.M} tokens are expected",)
+    clauses: tuple[Clause, ...] = (f"M={expected.M} is expected where there is room for {problem.M}",)
     return replace(chosen, clauses=clauses + chosen.clauses)
 
 

@@ -12,10 +12,10 @@ from aiter_mx.kernels.grouped_gemm import rescaled_groups_sm90 as groups
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import (
     FROM_ROWS,
-    FROM_ROWS_OF_RING,
     ROWS,
     list_bytes,
     most_blocks,
+    ring_pays,
     steps_of,
 )
 from aiter_mx.kernels.sm90 import CHUNK
@@ -50,11 +50,11 @@ def refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
 
 def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     """Why other kernels come first."""
-    rows = problem.M / problem.G
+    rows = problem.usual_rows
     if rows < FROM_ROWS:
-        return f"{rows:.0f} rows of a group are fewer than the {FROM_ROWS} that pay for rescaling"
-    if rows >= FROM_ROWS_OF_RING:
-        return f"{rows:.0f} rows of a group pay for rescaling w once for all of them"
+        return f"{rows} rows of a group are fewer than the {FROM_ROWS} that pay for rescaling"
+    if ring_pays(rows, problem.K):
+        return f"{rows} rows of a group pay for rescaling w once for all of them"
     return None
 
 

@@ -164,8 +164,12 @@ class GroupedGemmProblem:
 
     @property
     def usual_rows(self) -> int:
-        """Rows of a group to choose tiles by."""
+        """Rows of a group to choose kernels and tiles by."""
         return self.expected or -(-self.M // self.G)
+
+    def as_expected(self) -> GroupedGemmProblem:
+        """This one with room for no more rows than are likely."""
+        return replace(self, M=min(self.M, self.expected * self.G), expected=0)
 
     def with_scales_in(self, *layouts: str) -> GroupedGemmProblem:
         """This one, but with row-major scales where they are in no such layout."""

@@ -36,8 +36,12 @@ _BLOCK_BYTES = 8  # of the list's
 
 FROM_ROWS = 16
 """Rows of a group on average, from where on rescaling pays on an H200."""
-FROM_ROWS_OF_RING = 1536
-"""From where on it pays to rescale w once for all of a group's rows, in memory."""
+_FROM_ROWS_OF_RING, _FROM_K_OF_RING = 1536, 2560
+
+
+def ring_pays(rows: float, K: int) -> bool:
+    """Whether so many rows of a group pay for rescaling w once for all of them, in memory."""
+    return rows >= _FROM_ROWS_OF_RING and K >= _FROM_K_OF_RING
 
 
 def across(problem: GroupedGemmProblem) -> int:

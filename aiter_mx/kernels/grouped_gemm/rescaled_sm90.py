@@ -12,11 +12,11 @@ from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import rescaled_groups_sm90 as groups
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import (
-    FROM_ROWS_OF_RING,
     ROWS,
     across,
     list_bytes,
     most_blocks,
+    ring_pays,
     steps_of,
 )
 from aiter_mx.kernels.sm90 import CHUNK, up
@@ -75,10 +75,8 @@ def refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
 
 def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     """Why other kernels come first."""
-    rows = problem.M / problem.G
-    if rows >= FROM_ROWS_OF_RING:
-        return None
-    return f"w is rescaled in place for {rows:.0f} rows of a group, below {FROM_ROWS_OF_RING}"
+    rows, K = problem.usual_rows, problem.K
+    return None if ring_pays(rows, K) else f"w is rescaled in place for {rows} rows of {K} k"
 
 
 def configure(target: Target, problem: object) -> Config:

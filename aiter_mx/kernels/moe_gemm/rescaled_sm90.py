@@ -13,7 +13,7 @@ from typing import Any
 
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem, in_place_sm90, rescaled_sm90
 from aiter_mx.kernels.grouped_gemm.problem import scalars as scalars_of_groups
-from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import FROM_ROWS_OF_RING, SCALE_ALIGNMENT
+from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import SCALE_ALIGNMENT, ring_pays
 from aiter_mx.kernels.moe_gemm.grouped import GROUPED_SM90, grouped_problem
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, ARGS, MoeGemmProblem
 from aiter_mx.kernels.spec import (
@@ -115,16 +115,14 @@ def _routed(of_groups: KernelSpec, sizes: tuple[str, ...], **more: Any) -> Kerne
 
 def _yields_to_the_ring(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
-    if rows >= FROM_ROWS_OF_RING:
+    if ring_pays(rows, problem.K):
         return f"{rows:.0f} rows of an expert pay for rescaling w once for all of them"
     return GROUPED_SM90.yields(target, problem)
 
 
 def _yields_in_place(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows = problem.rows_of_expert
-    if rows >= FROM_ROWS_OF_RING:
-        return None
-    return f"w is rescaled in place for {rows:.0f} rows of an expert, below {FROM_ROWS_OF_RING}"
+    rows, K = problem.rows_of_expert, problem.K
+    return None if ring_pays(rows, K) else f"w is rescaled in place for {rows:.0f} rows of {K} k"
 
 
 RESCALED = _routed(rescaled_sm90.RESCALED, rescaled_sm90.SIZES, yields=_yields_in_place)
