@@ -7,6 +7,7 @@ from itertools import cycle, product
 
 from aiter_mx.kernels.group_runs import GroupRunsProblem
 from aiter_mx.kernels.grouped_gemm import GroupedGemmProblem
+from aiter_mx.kernels.grouped_gemm.in_place_sm90 import IN_PLACE
 from aiter_mx.kernels.grouped_gemm.rescaled_sm90 import RESCALED
 from aiter_mx.kernels.grouped_wgrad import GroupedWgradProblem
 from aiter_mx.kernels.linear import LinearProblem
@@ -19,6 +20,7 @@ from aiter_mx.kernels.moe_align import MoeAlignProblem
 from aiter_mx.kernels.moe_combine import MoeCombineProblem
 from aiter_mx.kernels.moe_gemm import MoeGemmProblem
 from aiter_mx.kernels.moe_gemm.problem import ACTIVATION_CODES, LAYOUTS
+from aiter_mx.kernels.moe_gemm.rescaled_sm90 import IN_PLACE as IN_PLACE_ROUTED
 from aiter_mx.kernels.moe_gemm.rescaled_sm90 import RESCALED as RESCALED_ROUTED
 from aiter_mx.kernels.promoted_gemm import PromotedGemmProblem
 from aiter_mx.kernels.quantize import QuantizeProblem
@@ -98,18 +100,20 @@ def launches() -> dict[str, tuple[Module, Problem, Config]]:
 
 
 def _rescaled_groups() -> dict[str, tuple[Module, Problem, Config]]:
-    """The grouped GEMM over rescaled operands to fp16, and of routed rows with each activation."""
+    """Grouped GEMMs over rescaled operands to fp16, and of routed rows with each activation."""
     groups, routed = (PROBLEMS[op][0] for op in ("grouped_gemm", "moe_gemm"))
     sorted_out = replace(routed, out_dtype="bf16", activation="none", sorted_out=True)
-    tried = [("fp16", RESCALED, replace(groups, out_dtype="fp16"))]
-    tried += [
-        (f"routed {dtype}", RESCALED_ROUTED, replace(sorted_out, out_dtype=dtype))
-        for dtype in ("bf16", "fp16")
-    ]
-    tried += [
-        (f"{kind} of {layout}", RESCALED_ROUTED, replace(routed, activation=kind, layout=layout))
-        for kind, layout in zip([*ACTIVATION_CODES][1:], cycle(LAYOUTS), strict=False)
-    ]
+    tried = []
+    for of_groups, of_routed in ((RESCALED, RESCALED_ROUTED), (IN_PLACE, IN_PLACE_ROUTED)):
+        tried += [("fp16", of_groups, replace(groups, out_dtype="fp16"))]
+        tried += [
+            (f"routed {dtype}", of_routed, replace(sorted_out, out_dtype=dtype))
+            for dtype in ("bf16", "fp16")
+        ]
+        tried += [
+            (f"{kind} of {layout}", of_routed, replace(routed, activation=kind, layout=layout))
+            for kind, layout in zip([*ACTIVATION_CODES][1:], cycle(LAYOUTS), strict=False)
+        ]
     found = {}
     for what, kernel, problem in tried:
         config = kernel.configure(SM90, problem)

@@ -10,6 +10,7 @@ import pytest
 
 from aiter_mx.jit import build as builds
 from aiter_mx.jit.build import BuildRequest, build, csrc_dir
+from aiter_mx.kernels.spec import Problem
 from aiter_mx.launch import module_request
 from op_tests.jit.launches_sm90 import SM90, launches
 
@@ -18,13 +19,25 @@ MOST_STACK = {  # bytes of a thread
     "grouped/persistent_sm90.cu of moe_gemm": 32,  # six words of a tile, none of its loop
     "moe/wgmma_f16_sm90.cu": 8,
 }
-# Where activated: where the scales of a tile begin, and a word of the rescaler's where those of a
-# block are apart; with relu2 words of the producer's too. None is of the loop.
+
+
+def of_the_ring(problem: Problem) -> int:
+    """Words of the rescaler's, of a block whose scales are apart; where activated also where the
+    scales of a tile begin, and, of gate and up in halves, where the rescaler's row is, which it
+    reads once for each block; with relu2 words of the producer's too. None is of a loop inside of
+    these."""
+    activation = getattr(problem, "activation", "none")
+    if activation == "none":
+        return 8
+    if activation == "relu2":
+        return 56
+    return 24 if getattr(problem, "layout", "") == "halves" else 16
+
+
 MOST_STACK |= {
-    name: 56 if problem.activation == "relu2" else 16
+    name: of_the_ring(problem)
     for name, (module, problem, _) in launches().items()
     if module.sources["sm_90a"] == "grouped/rescaled_sm90.cu"
-    and getattr(problem, "activation", "none") != "none"
 }
 FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE of .nv.info: a symbol, and the bytes of its frame
 # An instruction has 128 bits. As nvdisasm shows it, B2R.RESULT takes a barrier's answer to a

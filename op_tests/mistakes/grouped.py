@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from op_tests.mistakes.mistake import (
     ANY_ROOM,
+    EVERY_SIZE,
     FAR,
     GROUPED,
     NAN,
@@ -12,6 +13,7 @@ from op_tests.mistakes.mistake import (
     PANELS,
     PROMOTED,
     RESCALED_GROUPS,
+    TURNS,
     of_source,
 )
 
@@ -19,18 +21,18 @@ MISTAKES = [
     *of_source(
         *(GROUPED, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
-            "last tile of x of a group left out where it is not whole",
+            "last block of x of a group left out where it is not whole",
             "(range.end - range.begin + kTileRows - 1) / kTileRows",
             "(range.end - range.begin) / kTileRows",
-            "test_a_group_of_every_size",
+            EVERY_SIZE,
         ),
     ),
     *of_source(
         *(RESCALED_GROUPS, "rescaled", "grouped/rescale_groups_sm90.h"),
         (
-            "rows of the next group in a tile",
-            "return i < tile.rows ? tile.row + i : -1;",
-            "return min(tile.row + i, static_cast<int>(M) - 1);",
+            "rows of the next group in a block",
+            "return i < rows.rows ? rows.row + i : -1;",
+            "return min(rows.row + i, static_cast<int>(M) - 1);",
             "test_what_other_groups",
         ),
     ),
@@ -63,40 +65,6 @@ MISTAKES = [
         ),
         ("scales of both blocks in one place", "tops[turn ^ 1]);", "tops[turn]);"),
         ("scales past the end of k", "Row row{0, min(block.blocks, kBlocks)};", "Row row{0, 4};"),
-        (
-            "values that become subnormal subtracted from",
-            "(down + 1) * 8 * kEach);",
-            "down * 8 * kEach);",
-        ),
-        (
-            "subtracted from and multiplied as well",
-            "            words[w] += down * 8 * kEach;\n",
-            "",
-        ),
-        ("blocks below 2 accepted", "down == 0 ? kMagnitudes : kTwos", "kMagnitudes"),
-        (
-            "scale of all rows told where each has its own",
-            "             : rows_apart ? own * kEach\n",
-            "             : rows_apart ? common * kEach\n",
-        ),
-        (
-            "rows put under the scale of all where each has its own",
-            "multiply(words, (rows_apart ? own : common) - row.scale(i));",
-            "multiply(words, common - row.scale(i));",
-        ),
-        (
-            "far scales told as near ones",
-            "             : far  ? kFarApart\n",
-            "             : far  ? kBlocksApart\n",
-            FAR,
-        ),
-        (
-            "scales put in common at the ends of fp32",
-            "bool right = !rescaling::is_far(common) && common != kNanScale;",
-            "bool right = true;",
-            FAR,
-        ),
-        ("payload under NaN scales kept", "if (row.scale(i) != kNanScale) {", "if (true) {", NAN),
     ),
     *of_source(
         *(RESCALED_GROUPS, "rescaled", "grouped/rescaler_sm90.h"),
@@ -108,6 +76,41 @@ MISTAKES = [
             "",
             ANY_ROOM,
         ),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled", "linear/rescaled_row_sm90.h"),
+        (
+            "values that become subnormal subtracted from",
+            "kHigh - (down == 0 ? 0 : off + kOfExponent);",
+            "kHigh - off;",
+        ),
+        (
+            "subtracted from and multiplied as well",
+            "words[w] += down * kOfExponent;",
+            "words[w] += 0;",
+        ),
+        ("blocks below 2 accepted", "down == 0 ? kMagnitudes : kTwos", "kMagnitudes"),
+        (
+            "scale of all rows told where each has its own",
+            "apart ? each : (rows_apart ? of_row : common) * kEach}",
+            "apart ? each : common * kEach}",
+        ),
+        (
+            "rows put under the scale of all where each has its own",
+            "multiply(words, (rows_apart ? of_row : common) - own.scale(i));",
+            "multiply(words, common - own.scale(i));",
+        ),
+        ("far scales told as near ones", "(far ? kFarApart : kBlocksApart)", "kBlocksApart", FAR),
+        (
+            "scales put in common at the ends of fp32",
+            " && !rescaling::is_far(common);",
+            ";",
+            FAR,
+        ),
+        ("payload under NaN scales kept", "if (own.scale(i) != kNanScale) {", "if (true) {", NAN),
+    ),
+    *of_source(
+        *(RESCALED_GROUPS, "rescaled", "linear/rescaled_row_sm90.h"),
         (
             "NaN subtracted from",
             "small |= ~(magnitudes + least) | magnitudes + kEach;",
@@ -116,20 +119,31 @@ MISTAKES = [
         ),
         (
             "scales of blocks of zeros counted",
-            "(any & (down == 0 ? kMagnitudes : kTwos)) != 0;",
-            "(down == 0 || (any & kTwos) != 0);",
+            "return (any & (down == 0 ? kMagnitudes : kTwos)) != 0 ||",
+            "return down == 0 || (any & kTwos) != 0 ||",
             "test_scales_of_zeros",
         ),
     ),
     *of_source(*(GROUPED, "rescaled", "linear/rescaled_results_sm90.h"), NOT_STORED),
     *of_source(
+        *(GROUPED, "rescaled", "grouped/group_results_sm90.h"),
+        ("bias of the first group for all", "group * of.N + row)", "row)", OF_GROUPS),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled", "grouped/groups_sm90.h"),
+        (
+            "group before for the first of a group's",
+            "const bool behind = ends[group + half] <= number;",
+            "const bool behind = ends[group + half] < number;",
+        ),
+    ),
+    *of_source(
         *(GROUPED, "rescaled", "grouped/rescaled_sm90.cu"),
-        ("bias of the first group for all", "tile.group * a.of.N + row)", "row)", OF_GROUPS),
         (
             "second warpgroup's rows left out where the tile has a row more than 64",
             "index * kGroupRows >= tile.rows.rows",
             "index * (kGroupRows + 1) >= tile.rows.rows",
-            "test_a_group_of_every_size",
+            EVERY_SIZE,
         ),
         (
             "tiles of w read before they are there",
@@ -152,6 +166,127 @@ MISTAKES = [
             "const int height = min(kSwath, count_of_x - super), place",
             "const int height = kSwath, place",
             PANELS,
+        ),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled_in_place", "grouped/rescale_groups_sm90.h"),
+        ("lone blocks left out", "(cut - begin + 1) / 2", "(cut - begin) / 2", EVERY_SIZE),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled_in_place", "linear/rescaled_row_sm90.h"),
+        (
+            "rows that are apart made of what they were rewritten to",
+            "words = Words::at(from + i * RowScales::kBlock);",
+            "words = load(i);",
+        ),
+    ),
+    *of_source(
+        *(RESCALED_GROUPS, "rescaled_in_place", "linear/rescaled_row_sm90.h"),
+        (
+            "scales put under one that is too far above",
+            "bool right = (below & 0xf8 * kEach) == 0 && ",
+            "bool right = ",
+            "test_scales_of_zeros",
+        ),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled_in_place", "grouped/in_place_rescaler_sm90.h"),
+        (
+            "scale of another row for all of a quarter",
+            "common = __reduce_max_sync(~0u, largest_byte(own.scales));",
+            "common = largest_byte(own.scales);",
+        ),
+        (
+            "scale of another row for all of a quarter with zeros",
+            "return __reduce_max_sync(~0u, x);",
+            "return x;",
+        ),
+        ("rows of a quarter apart one by one", "return __any_sync(~0u, x);", "return x;"),
+        ("scales of all quarters in one place", "block.commons + 4 * quarter", "block.commons"),
+    ),
+    *of_source(
+        *(RESCALED_GROUPS, "rescaled_in_place", "grouped/in_place_rescaler_sm90.h"),
+        (
+            "rows behind a group's last rescaled as well",
+            "if (quarter * kQuarterRows % kRunRows >= place.rows)",
+            "if (place.row + quarter * kQuarterRows >= of.groups * of.N)",
+            "test_rows_of_w_behind",
+        ),
+    ),
+    *of_source(
+        *(GROUPED, "rescaled_in_place", "grouped/in_place_sm90.cu"),
+        (
+            "w of the first group for all",
+            "const long row = tile.group * a.of.N + in_group;",
+            "const long row = in_group;",
+        ),
+        ("scales of w of the first step for all", "from[i] += kScales;", "from[i] += 0;"),
+        (
+            "scales of all blocks of w in one place",
+            "address + kOwn + i * kBlockWords",
+            "address + kOwn",
+        ),
+        (
+            "scales of x of the first step for all",
+            "records[c] += from.words_of_step();",
+            "records[c] += 0;",
+        ),
+        (
+            "scales of x of the first unit for both",
+            "records[c] + i * kRecordWords",
+            "records[c]",
+        ),
+        ("x of the first unit for both", "load(c, rows[c] + i * kUnitRows,", "load(c, rows[c],"),
+        (
+            "scale of the first quarter for all",
+            "bits_to_float(of_w[v / (kValues / kQuarters)])",
+            "bits_to_float(of_w[0])",
+        ),
+        (
+            "scale of the upper row for the lower one",
+            "of_byte(load_shared_4(words + 4 * 8))",
+            "of_byte(load_shared_4(words))",
+        ),
+        (
+            "scale of the upper row for the lower one where these are apart",
+            "load_shared_4(words + 4 * 8), of_piece, kind);",
+            "load_shared_4(words), of_piece, kind);",
+        ),
+        (
+            "scales of the first columns for all where these are apart",
+            "shared.block(w.at).told_words + lane % 4 * 8;",
+            "shared.block(w.at).told_words;",
+        ),
+        (
+            "kinds of w not looked at",
+            "kind = fminf(kind, bits_to_float(of_w[q]));",
+            "kind = fminf(kind, bits_to_float(of_w[0]));",
+        ),
+        (
+            "last unit left out where it is not whole",
+            "(rows[0].rows + rows[1].rows + kUnitRows - 1) / kUnitRows",
+            "(rows[0].rows + rows[1].rows) / kUnitRows",
+            EVERY_SIZE,
+        ),
+        (
+            "second unit of a lone block left out",
+            "return rows[1].rows > 0 ? kHalves * consumer : consumer;",
+            "return kHalves * consumer;",
+            EVERY_SIZE,
+        ),
+        (
+            "results of both units in the place of the first",
+            "tile.of_unit(tile.first_unit(index) + i)",
+            "tile.of_unit(tile.first_unit(index))",
+        ),
+    ),
+    *of_source(
+        *(RESCALED_GROUPS, "rescaled_in_place", "grouped/in_place_sm90.cu"),
+        (
+            "last pairs as many as of others",
+            "const int height = min(kSwath, lists.count(lists.pair_ends(), group) - super);",
+            "const int height = kSwath;",
+            TURNS,
         ),
     ),
     *of_source(

@@ -112,7 +112,7 @@ MISTAKES = [
         ("payload of the first slice for all", "wq + first_feature * K", "wq", "test_slices"),
     ),
     *of_source(
-        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescaled_product_sm90.h"),
+        *(RESCALED, "wgmma_fp8_rescaled", "linear/rescaled_step_sm90.h"),
         (
             "scales of blocks taken for those of rows",
             "if (__any_sync(~0u, kind == kRowsApart))",
@@ -157,11 +157,14 @@ MISTAKES = [
             "scales.ask(step + 1, left);",
             "scales.ask(step, left);",
         ),
-        ("scale of the next block", "of.lower >> 8 * k & 0xff", "of.lower >> 8 * (k ^ 1) & 0xff"),
+    ),
+    *of_source(
+        *(LINEAR, "wgmma_fp8_rescaled", "linear/rescaled_step_sm90.h"),
+        ("scale of the next block", "lower >> 8 * k & 0xff", "lower >> 8 * (k ^ 1) & 0xff"),
         (
             "scale of the next block, nearer",
-            "e8m0_to_normal(of.lower >> shift)",
-            "e8m0_to_normal(of.lower >> (shift ^ 8))",
+            "e8m0_to_normal(lower >> shift)",
+            "e8m0_to_normal(lower >> (shift ^ 8))",
         ),
         (
             "far scales taken for near ones",

@@ -67,8 +67,10 @@ NOT_STORED = (
 BIAS = "load_bias(bias, bias_kind, n + 8 * i)", "load_bias(bias, bias_kind, n)"
 FAR, BIASES = "test_scales_over_their_whole_range", "test_outputs_and_biases"
 AHEAD, OF_GROUPS = "test_the_launch_ahead", "test_results_and_biases"
-NAN, ANY_ROOM, PANELS = (
+NAN, ANY_ROOM, PANELS, TURNS, EVERY_SIZE = (
     "test_a_nan_scale",
-    "test_bits_are_the_same_with",
-    "test_bits_are_the_same_where",
+    "test_bits_are_the_same_with_room",
+    "test_bits_are_the_same_where_panels",
+    "test_bits_are_the_same_where_pairs",
+    "test_a_group_of_every_size",
 )

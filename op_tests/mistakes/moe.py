@@ -6,7 +6,7 @@ from op_tests.mistakes.mistake import MOE, ROUTED, of_source
 
 MISTAKES = [
     *of_source(
-        *(MOE, "rescaled", "grouped/rescaled_sm90.cu"),
+        *(MOE, "rescaled", "grouped/group_results_sm90.h"),
         (
             "activated eights of two lanes exchanged",
             "low |= other < 2 ? got << 16 * other : 0;",
@@ -45,6 +45,30 @@ MISTAKES = [
             "absent ? -1 : static_cast<int>(place);",
             "absent ? -1 : static_cast<int>(threadIdx.x);",
             "test_sorted",
+        ),
+    ),
+    *of_source(
+        *(MOE, "rescaled_in_place", "grouped/in_place_sm90.cu"),
+        (
+            "rows of gate for those of up",
+            "row + i / kRunRows * a.of.features(), came);",
+            "row, came);",
+            "test_activated",
+        ),
+        (
+            "scales of gate for those of up",
+            "own < rows ? own + lane + i * kLanes / kRunRows * a.of.features() : 0;",
+            "own < rows ? own + lane : 0;",
+            "test_activated",
+        ),
+    ),
+    *of_source(
+        *(ROUTED, "rescaled_in_place", "grouped/in_place_rescaler_sm90.h"),
+        (
+            "rows of gate for those of up where scales are apart",
+            "place.row + row % kRunRows + row / kRunRows * of.features();",
+            "place.row + row % kRunRows;",
+            "test_activated_rows",
         ),
     ),
     *of_source(
