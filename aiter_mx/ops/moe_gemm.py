@@ -89,11 +89,12 @@ def moe_gemm(
     """``y[t] = (x[t // a_div] @ w[expert of t].T + bias[expert of t]) * weight of t``.
 
     ``t = token * top_k + slot`` is a routed row, and the lists of ``moe_align`` or ``moe_sort`` say
-    which expert has it. Products are accumulated in fp32 and rounded once, but by two of Hopper's
+    which expert has it. Products are accumulated in fp32 and rounded once, but by some of Hopper's
     kernels, which 16-bit and activated results may get. ``wgmma_fp8`` adds those of a block with
     some 14 bits: within 2^-8 of the sum of their magnitudes, for random operands within 2^-10.
-    ``rescaled``, for experts of many rows, adds 128 so: within 2^-6, for random ones 2^-9; and an
-    element may lose 2^-11 of the largest of its block. Results are bitwise the same on every run.
+    ``rescaled`` and ``rescaled_in_place``, from some hundred rows an expert on, add 128 so: within
+    2^-6, for random ones 2^-9; and an element may lose 2^-11 of the largest of its block. Results
+    are bitwise the same on every run.
     The call does not synchronise, and after ``aiter_mx.warmup`` it can be captured into a graph and
     replayed with other routings. There is no gradient: where torch records one for routing weights
     or bias, its backward pass raises.

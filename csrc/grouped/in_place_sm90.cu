@@ -1,5 +1,5 @@
-// Grouped GEMM on Hopper for many rows of each group, over fp8 whose blocks of 128 k are under one
-// scale, which w comes under in shared memory, where it lies:
+// Grouped GEMM on Hopper over fp8 whose blocks of 128 k are under one scale, which w comes under in
+// shared memory, where it is multiplied from:
 //
 //   y[m, n] = sum over steps of 128 k of (xq[m, :] * wq[g, n, :]) * xs[m] * ws[g, 32 rows of w] +
 //   bias[g, n]
