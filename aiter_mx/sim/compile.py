@@ -16,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -122,15 +123,31 @@ def library(
 def _build(kernel: Translation, strict: bool, out: Path) -> None:
     own = out.with_suffix(".c")
     own.write_text(kernel.source)
-    texts = list(kernel.functions.values())
+    texts, compiled = list(kernel.functions.values()), out.with_name("kernel.o")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         machine = pool.submit(_machine, strict)
+        waves = pool.submit(_compile, ["-O0", "-c", own], compiled)
         if len(texts) > _MANY:
             functions = [out.with_name("functions.o")]
             _compile_functions("\n".join(texts), functions[0])
         else:
             functions = list(pool.map(_function, texts))
-    _compile(["-O0", "-shared", own, machine.result(), *functions, "-lm"], out)
+    waves.result()
+    _link([compiled, machine.result(), *functions], out)
+
+
+@cache
+def _linker() -> str | None:
+    return shutil.which("ld")
+
+
+def _link(objects: Sequence[Path], out: Path) -> None:
+    """Links by the linker itself, for which a compiler takes ten times as long, or else by that."""
+    if linker := _linker():
+        with suppress(BuildError):  # it may not know where libraries are, which compilers tell it
+            run([linker, "-shared", *objects, "-lm", "-lc", "-o", out], out.parent)
+            return
+    _compile(["-shared", *objects, "-lm"], out)
 
 
 def _machine(strict: bool) -> Path:
