@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import pytest
@@ -82,6 +83,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of every collection of garbage what lives to the end: torch and all tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)  # a simulated kernel's translation makes hundreds of thousands
 
 
 def pytest_runtest_teardown() -> None:
