@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _HERE = Path(__file__).resolve().parent
 _KIND = "emulated_sm90"
 _FLAGS = (
     *("-std=c++17", "-march=x86-64-v3", "-ffp-contract=off", "-fno-omit-frame-pointer"),
-    *("-fPIC", "-shared", "-g1", "-w"),
+    *("-fPIC", "-g1", "-w"),
 )
 # Translated PTX casts pointers, relies on wrapping, and must fail where a kernel uses a variable
 # that it has not set, or an index or address that the hardware would not take.
@@ -66,22 +66,46 @@ def compiler() -> str:
 
 
 @cache
+def _told() -> bytes:
+    return subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
+
+
+@cache
 def _key_of_tools() -> bytes:
-    told = subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
     sources = sorted([*_HERE.glob("*.py"), *_HERE.glob("runtime.*")])
-    return told + b"".join(path.read_bytes() for path in sources)
+    return _told() + b"".join(path.read_bytes() for path in sources)
 
 
-def _built(text: bytes, flags: tuple[str, ...], describe: str) -> Path:
-    """The library of a C++ source."""
+def _built(
+    text: bytes,
+    flags: tuple[str, ...],
+    describe: str,
+    header: Callable[[], list[str | Path]] = list,
+) -> Path:
+    """The library of a C++ source; ``header`` gives options for one that was read before."""
 
     def build(out: Path) -> None:
-        source = out.with_suffix(".cpp")
+        source, options = out.with_suffix(".cpp"), [*_FLAGS, *flags, *header(), f"-I{_HERE}"]
         source.write_bytes(text)
-        run([compiler(), *_FLAGS, *flags, f"-I{_HERE}", "-o", out, source, "-ldl"], out.parent)
+        run([compiler(), *options, "-shared", "-o", out, source, "-ldl"], out.parent)
 
     key = hashlib.sha256(_key_of_tools() + text + repr(flags).encode()).hexdigest()[:32]
     return get_or_build(_KIND, key, "so", build, describe).path
+
+
+def _read_before() -> list[str | Path]:
+    """What has a clang take ``runtime.h`` as it was read for an earlier kernel."""
+    if b"clang" not in _told():
+        return []
+
+    def build(out: Path) -> None:
+        options = [*_FLAGS, *_OF_KERNELS, "-Xclang", "-fno-pch-timestamp"]
+        run([compiler(), *options, "-x", "c++-header", _HERE / "runtime.h", "-o", out], out.parent)
+
+    # It names the header, which is taken for another one in another place.
+    key = hashlib.sha256(_key_of_tools() + repr((_FLAGS, _OF_KERNELS, _HERE)).encode())
+    read = get_or_build(_KIND, key.hexdigest()[:32], "pch", build, "the emulator's header")
+    return ["-include-pch", read.path]
 
 
 @cache
@@ -107,9 +131,8 @@ def _library(csrc: Path, source: str, defines: tuple[tuple[str, int], ...]) -> c
         run([*command, csrc / source], Path(work))
         text = path.read_text().replace(f'"{csrc}/', '"csrc/')  # the same wherever they are
     runtime()
-    built = _built(
-        ('#include "runtime.h"\n' + translate(text)).encode(), _OF_KERNELS, f"{source}, emulated"
-    )
+    whole = ('#include "runtime.h"\n' + translate(text)).encode()
+    built = _built(whole, _OF_KERNELS, f"{source}, emulated", _read_before)
     return ctypes.CDLL(str(built))
 
 
