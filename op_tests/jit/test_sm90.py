@@ -22,10 +22,10 @@ MOST_STACK = {  # bytes of a thread
 
 
 def of_the_ring(problem: Problem) -> int:
-    """Words of the rescaler's, of a block whose scales are apart; where activated also where the
-    scales of a tile begin, and, of gate and up in halves, where the rescaler's row is, which it
-    reads once for each block; with relu2 words of the producer's too. None is of a loop inside of
-    these."""
+    """Words of the rescaler's where the scales of a block are apart. Where activated also where the
+    scales of a tile begin, and, of gate and up in halves, where a thread's row of a block is, read
+    once for each; with relu2 words by which the producer finds tiles and waits for them. The loop
+    over a tile's steps has none."""
     activation = getattr(problem, "activation", "none")
     if activation == "none":
         return 8
