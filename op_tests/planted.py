@@ -101,15 +101,14 @@ def is_test(found: str) -> bool:
 
 def compiled(mistake: Mistake) -> str:
     """Why a mistake does not compile for Hopper, or nothing."""
+    from aiter_mx.jit.build import source_names
     from aiter_mx.launch import module_request
     from op_tests.jit.launches_sm90 import SM90, launches
 
     csrc = sources(mistake.name, mistake)
     for module, problem, config in launches().values():
-        source = module.sources["sm_90a"]
-        text = (csrc / source).read_text()
-        if source == mistake.source or Path(mistake.source).name in text:
-            request = module_request(module, SM90, problem, config)
+        request = module_request(module, SM90, problem, config)
+        if mistake.source in source_names(request):
             command = ["-c", _BUILD, str(csrc), request.source, repr(request.defines)]
             done = subprocess.run(
                 [sys.executable, *command],

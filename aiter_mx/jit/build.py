@@ -240,6 +240,11 @@ def _sources(request: BuildRequest) -> list[tuple[str, _Source]]:
     return [(os.path.relpath(path, csrc), source) for path, source in found.items()]
 
 
+def source_names(request: BuildRequest) -> list[str]:
+    """The source and everything under ``csrc/`` that it includes, by their names there."""
+    return [name for name, _ in _sources(request)]
+
+
 def _compile(request: BuildRequest, sources: str, tool: Toolchain, out: Path) -> None:
     command = [*vendor_of(request.arch).command(tool), f"-I{csrc_dir() / 'include'}"]
     if request.with_lines:
