@@ -97,8 +97,8 @@ def _as_expected(
         return None
     if chosen.spec.misfit(target, problem, chosen.config) is not None:
         return None
-    clauses: tuple[Clause, ...] = (f"M={expected.M} is expected where there is room for {problem.M}",)
-    return replace(chosen, clauses=clauses + chosen.clauses)
+    clause = f"M={expected.M} is expected where there is room for {problem.M}"
+    return replace(chosen, clauses=(clause, *chosen.clauses))
 
 
 _INVARIANT = {
