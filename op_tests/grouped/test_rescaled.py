@@ -204,19 +204,19 @@ def test_scales_of_w_are_copied_where_they_begin_within_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "K", "kernel"),
+    ("rows", "N", "K", "kernel"),
     [
-        (15, 4096, "persistent"),
-        (16, 96, "rescaled_in_place"),
-        (1535, 6144, "rescaled_in_place"),
-        (1536, 2560, "rescaled"),
-        (5000, 2528, "rescaled_in_place"),
+        (15, 4096, 4096, "persistent"),
+        (16, 96, 96, "rescaled_in_place"),
+        (1535, 4096, 6144, "rescaled_in_place"),
+        (1536, 1536, 2560, "rescaled"),
+        (5000, 4096, 2528, "rescaled_in_place"),
+        (5000, 1504, 4096, "rescaled_in_place"),
     ],
 )
-def test_without_a_table_rows_and_k_decide(rows: int, K: int, kernel: str) -> None:
-    for N in (96, 4096):
-        problem = GroupedGemmProblem(6 * rows, N, K, 6)
-        chosen = route("grouped_gemm", TARGET, problem)
-        assert (chosen.kernel, chosen.source) == (kernel, "envelope")
-        room = replace(problem, M=600 * rows, layout="masked", expected=rows)
-        assert route("grouped_gemm", TARGET, room).kernel == kernel
+def test_without_a_table_rows_n_and_k_decide(rows: int, N: int, K: int, kernel: str) -> None:
+    problem = GroupedGemmProblem(6 * rows, N, K, 6)
+    chosen = route("grouped_gemm", TARGET, problem)
+    assert (chosen.kernel, chosen.source) == (kernel, "envelope")
+    room = replace(problem, M=600 * rows, layout="masked", expected=rows)
+    assert route("grouped_gemm", TARGET, room).kernel == kernel

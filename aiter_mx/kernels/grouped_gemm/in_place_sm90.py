@@ -53,7 +53,7 @@ def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     rows = problem.usual_rows
     if rows < FROM_ROWS:
         return f"{rows} rows of a group are fewer than the {FROM_ROWS} that pay for rescaling"
-    if ring_pays(rows, problem.K):
+    if ring_pays(rows, problem.N, problem.K):
         return f"{rows} rows of a group pay for rescaling w once for all of them"
     return None
 

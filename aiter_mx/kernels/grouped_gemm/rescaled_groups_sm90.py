@@ -36,12 +36,12 @@ _BLOCK_BYTES = 8  # of the list's
 
 FROM_ROWS = 16
 """Rows of a group on average, from where on rescaling pays on an H200."""
-_FROM_ROWS_OF_RING, _FROM_K_OF_RING = 1536, 2560
+_FROM_ROWS_OF_RING, _FROM_N_OF_RING, _FROM_K_OF_RING = 1536, 1536, 2560
 
 
-def ring_pays(rows: float, K: int) -> bool:
+def ring_pays(rows: float, N: int, K: int) -> bool:
     """Whether so many rows of a group pay for rescaling w once for all of them, in memory."""
-    return rows >= _FROM_ROWS_OF_RING and K >= _FROM_K_OF_RING
+    return rows >= _FROM_ROWS_OF_RING and N >= _FROM_N_OF_RING and K >= _FROM_K_OF_RING
 
 
 def across(problem: GroupedGemmProblem) -> int:

@@ -75,8 +75,10 @@ def refusal(target: Target, problem: GroupedGemmProblem) -> str | None:
 
 def yields(target: Target, problem: GroupedGemmProblem) -> str | None:
     """Why other kernels come first."""
-    rows, K = problem.usual_rows, problem.K
-    return None if ring_pays(rows, K) else f"w is rescaled in place for {rows} rows of {K} k"
+    rows, N, K = problem.usual_rows, problem.N, problem.K
+    if ring_pays(rows, N, K):
+        return None
+    return f"w of {N} x {K} is rescaled in place for {rows} rows of a group"
 
 
 def configure(target: Target, problem: object) -> Config:

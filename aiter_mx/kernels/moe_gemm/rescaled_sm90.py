@@ -115,14 +115,16 @@ def _routed(of_groups: KernelSpec, sizes: tuple[str, ...], **more: Any) -> Kerne
 
 def _yields_to_the_ring(target: Target, problem: MoeGemmProblem) -> str | None:
     rows = problem.rows_of_expert
-    if ring_pays(rows, problem.K):
+    if ring_pays(rows, problem.N, problem.K):
         return f"{rows:.0f} rows of an expert pay for rescaling w once for all of them"
     return GROUPED_SM90.yields(target, problem)
 
 
 def _yields_in_place(target: Target, problem: MoeGemmProblem) -> str | None:
-    rows, K = problem.rows_of_expert, problem.K
-    return None if ring_pays(rows, K) else f"w is rescaled in place for {rows:.0f} rows of {K} k"
+    rows, N, K = problem.rows_of_expert, problem.N, problem.K
+    if ring_pays(rows, N, K):
+        return None
+    return f"w of {N} x {K} is rescaled in place for {rows:.0f} rows of an expert"
 
 
 RESCALED = _routed(rescaled_sm90.RESCALED, rescaled_sm90.SIZES, yields=_yields_in_place)
