@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm import rescaled_groups_sm90 as groups
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.rescaled_groups_sm90 import (
@@ -87,18 +86,9 @@ LAUNCHES = groups.launches(
     _SHARED_BYTES,
     (_rows_of_operands, _UNIT_ROWS),
 )
-_PRODUCT = LAUNCHES[-1]
-IN_PLACE = declare(
-    "grouped_gemm",
+IN_PLACE = groups.declared(
     "rescaled_in_place",
-    _PRODUCT.sources,
-    symbol=_PRODUCT.symbol,
-    args=ARGS,
-    defines=defines,
-    geometry=_PRODUCT.geometry,
-    scalars=_PRODUCT.scalars,
-    tensor_maps=_PRODUCT.tensor_maps,
-    before=LAUNCHES[:-1],
+    LAUNCHES,
     workspace_bytes=workspace_bytes,
     refusal=refusal,
     yields=yields,

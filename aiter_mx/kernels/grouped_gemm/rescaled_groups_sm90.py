@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
+from aiter_mx.kernels.declare import declare
 from aiter_mx.kernels.grouped_gemm.problem import ARGS as POINTERS_AND_SIZES
 from aiter_mx.kernels.grouped_gemm.problem import GroupedGemmProblem
 from aiter_mx.kernels.grouped_gemm.problem import scalars as problem_scalars
@@ -20,6 +22,7 @@ from aiter_mx.kernels.spec import (
     Arg,
     Config,
     Geometry,
+    KernelSpec,
     Module,
     TensorMap,
     numbers,
@@ -169,4 +172,22 @@ def launches(
         Module(sources, "aiter_mx_grouped_rescale_list", args, defines, listed, scalars),
         Module(sources, "aiter_mx_grouped_rescale", args, defines, rescaled, scalars),
         Module(sources, symbol, args, defines, multiplied, scalars, maps),
+    )
+
+
+def declared(name: str, launches: tuple[Module, ...], **more: Any) -> KernelSpec:
+    """A kernel of these launches, and other fields of ``KernelSpec``."""
+    *ahead, product = launches
+    return declare(
+        "grouped_gemm",
+        name,
+        product.sources,
+        symbol=product.symbol,
+        args=product.args,
+        defines=product.defines,
+        geometry=product.geometry,
+        scalars=product.scalars,
+        tensor_maps=product.tensor_maps,
+        before=tuple(ahead),
+        **more,
     )
