@@ -128,4 +128,20 @@ struct GroupResults {
 #endif
 };
 
+// Of a launch's arguments, whose workspace is `of`.
+#if MX_ROUTED
+#define MX_GROUP_RESULTS                                                                           \
+    {                                                                                              \
+        of,                                                                                        \
+        out,                                                                                       \
+        bias,                                                                                      \
+        bias_kind,                                                                                 \
+        {sorted_ids, expert_ids, post_padded, more, valid_tokens, a_div, packed_top_k, max_blocks, \
+         block_m},                                                                                 \
+        {alpha, beta, limit},                                                                      \
+    }
+#else
+#define MX_GROUP_RESULTS {of, out, bias, bias_kind}
+#endif
+
 } // namespace mx

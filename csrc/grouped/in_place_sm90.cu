@@ -489,17 +489,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         of,
         wq,
         ws,
-        {
-            of,
-            out,
-            bias,
-            bias_kind,
-#if MX_ROUTED
-            {sorted_ids, expert_ids, post_padded, more, valid_tokens, a_div, packed_top_k,
-             max_blocks, block_m},
-            {alpha, beta, limit},
-#endif
-        },
+        MX_GROUP_RESULTS,
     };
     const int group = warp_uniform(threadIdx.x / kGroupThreads);
     if (group < 2) {

@@ -245,17 +245,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Args a{
         of,
         panel,
-        {
-            of,
-            out,
-            bias,
-            bias_kind,
-#if MX_ROUTED
-            {sorted_ids, expert_ids, post_padded, more, valid_tokens, a_div, packed_top_k,
-             max_blocks, block_m},
-            {alpha, beta, limit},
-#endif
-        },
+        MX_GROUP_RESULTS,
     };
     const int group = warp_uniform(threadIdx.x / kGroupThreads);
     const int thread = threadIdx.x % kGroupThreads;
